@@ -1,0 +1,75 @@
+"""Frozen slices of configuration, one per object that takes one. Standard library only, so that the engine runs without
+pydantic; `loopline.config` validates a cluster YAML and makes these from it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """How one worker fills its steps."""
+
+    max_running: int = 32
+    """Most requests that hold blocks at once."""
+    max_waiting: int = 1024
+    """Most requests that wait for blocks in this engine."""
+    chunk_tokens: int = 256
+    """Most prompt tokens of one request in one step; a multiple of the block size."""
+    max_token_loops: int = 8192
+    """Most token-loops (tokens x depth) in one step; one decode row per running request always fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """One engine: a model on a device, its arena and its scheduler."""
+
+    model_path: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    """fp32, bf16, or auto: the checkpoint's own."""
+    max_loops: int | None = None
+    """Planes are laid out for this depth; None: the model's default."""
+    block_size: int = 16
+    """Tokens a block."""
+    num_blocks: int | None = None
+    """Blocks in the arena; None: as many as fit `memory_fraction` of free memory, up to `max_arena_bytes`."""
+    memory_fraction: float = 0.8
+    max_arena_bytes: int | None = None
+    deterministic: bool = True
+    """CPU: pad rows to tiles and use one torch thread, so that a row's result does not depend on its batch."""
+    num_threads: int = 1
+    """Torch threads on the CPU; more than one only with `deterministic` off."""
+    scheduler: SchedulerSettings = SchedulerSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferSettings:
+    """The transport between prefill and decode workers."""
+
+    backend: str = "nixl"
+    """nixl, or local (in-process; tests and one-process runs)."""
+    error_mode: str = "peer"
+    """UCX error handling of every link: peer or none."""
+    ucx: tuple[tuple[str, str], ...] = ()
+    """Extra UCX settings as (name, value), put into the environment before the agent is made."""
+    poll_interval_s: float = 0.0003
+    push_timeout_s: float = 30.0
+    """A push that is not terminal by then has failed; its blocks stay quarantined."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """One worker process."""
+
+    name: str
+    role: str
+    """prefill or decode."""
+    coordinator: str
+    """HOST:PORT."""
+    host: str = "127.0.0.1"
+    """Address to listen on and to advertise."""
+    port: int = 0
+    """0: any free port."""
+    engine: EngineSettings
+    transfer: TransferSettings = TransferSettings()
+    connect_timeout_s: float = 10.0
+    """How long to try to reach the coordinator before giving up."""
