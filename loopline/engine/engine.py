@@ -1,0 +1,106 @@
+"""One engine: model, arena, ledger, scheduler and runner, put together from settings and stepped from outside.
+
+Single-threaded: whoever owns it calls everything from one thread. A step that raises costs the requests in it and
+nothing else.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from loopline import PROTOCOL_VERSION
+from loopline.engine.capacity import blocks_for_arena
+from loopline.engine.runner import Runner
+from loopline.kv.arena import Arena, allocate_arena
+from loopline.kv.layout import KVLayout
+from loopline.kv.ledger import Ledger
+from loopline.messages import Capacity, Fingerprint
+from loopline.model import LoopedModel, load_model
+from loopline.model.weights import weights_digest
+from loopline.model_spec import ModelSpec
+from loopline.request import Limits
+from loopline.sched.plan import StepOutcome
+from loopline.sched.policy import RolePolicy
+from loopline.sched.scheduler import Scheduler
+from loopline.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class Engine:
+    """Owns its parts; `ledger` and `scheduler` are open to the worker that steps it."""
+
+    def __init__(self, settings: EngineSettings, policy: RolePolicy) -> None:
+        """Load the checkpoint and allocate the arena. Raises OperatorError kinds that say what to change."""
+        if settings.device == "cpu":
+            torch.set_num_threads(1 if settings.deterministic else settings.num_threads)
+        self.settings = settings
+        self.model: LoopedModel = load_model(
+            settings.model_path, settings.device, settings.dtype, deterministic=settings.deterministic
+        )
+        self.layout = engine_layout(self.model.spec, settings, _DTYPE_NAMES[self.model.dtype])
+        num_blocks = blocks_for_arena(settings, self.layout, self.model.spec.context_tokens)
+        self.arena: Arena = allocate_arena(self.layout, num_blocks, settings.device)
+        self.ledger = Ledger(num_blocks, settings.block_size)
+        self.scheduler = Scheduler(self.ledger, settings.scheduler, policy)
+        self._runner = Runner(self.model, self.arena, self.ledger.block_ids, settings.device)
+        logger.info("engine ready: %s, %d blocks of %d bytes", settings.model_path, num_blocks, self.layout.block_bytes)
+
+    @property
+    def limits(self) -> Limits:
+        """What a request may ask of this engine alone."""
+        return Limits(
+            vocab_size=self.model.spec.vocab_size,
+            context_tokens=self.model.spec.context_tokens,
+            max_loops=self.layout.max_loops,
+            arena_tokens=self.ledger.total_blocks * self.settings.block_size,
+        )
+
+    @property
+    def capacity(self) -> Capacity:
+        """What this engine can ever take."""
+        return Capacity(
+            block_size=self.settings.block_size,
+            total_blocks=self.ledger.total_blocks,
+            max_running=self.settings.scheduler.max_running,
+            token_bytes=self.layout.token_bytes,
+        )
+
+    def fingerprint(self) -> Fingerprint:
+        """What must be equal in every worker that this one shares KV with."""
+        layout = self.layout
+        return Fingerprint(
+            (
+                ("protocol", str(PROTOCOL_VERSION)),
+                ("family", self.model.spec.family.value),
+                ("weights", weights_digest(Path(self.settings.model_path))),
+                ("compute_dtype", _DTYPE_NAMES[self.model.dtype]),
+                ("kv_dtype", layout.dtype),
+                ("block_size", str(layout.block_size)),
+                ("planes", str(layout.num_planes)),
+                ("max_loops", str(layout.max_loops)),
+                ("kv_heads", str(layout.kv_heads)),
+                ("head_dim", str(layout.head_dim)),
+                ("initial_state", "request-keyed"),
+                ("deterministic", str(self.settings.deterministic)),
+            )
+        )
+
+    def step(self) -> StepOutcome | None:
+        """Plan, compute and commit one step; None if there was nothing to compute."""
+        plan = self.scheduler.plan()
+        if plan is None:
+            return None
+        try:
+            result = self._runner.run(plan)
+        except Exception as error:  # whatever it is, it is these requests' failure and not the engine's
+            logger.exception("step %d failed; giving up its %d requests", plan.step, len(plan.runs))
+            return self.scheduler.abandon(plan, f"step {plan.step} failed: {error!r}")
+        return self.scheduler.commit(plan, result)
+
+
+def engine_layout(spec: ModelSpec, settings: EngineSettings, dtype: str) -> KVLayout:
+    """The KV layout of a model under these settings; the arena has the compute dtype."""
+    return KVLayout.from_spec(spec, settings.max_loops or spec.default_loops, settings.block_size, dtype)

@@ -1,0 +1,77 @@
+"""An engine for one process: `loopline run`, tests and benches. Requests in, token rows out, no cluster."""
+
+from collections.abc import Iterator, Sequence
+
+from loopline.engine.engine import Engine
+from loopline.errors import InvariantBroken, RequestRefused
+from loopline.messages import TokenRow
+from loopline.model_spec import ModelSpec
+from loopline.request import Limits, Request, check_request
+from loopline.sched.policy import UnifiedPolicy
+from loopline.settings import EngineSettings
+
+
+class LocalEngine:
+    """A whole engine behind two calls; not for several threads."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._engine = Engine(settings, UnifiedPolicy())
+
+    @property
+    def limits(self) -> Limits:
+        return self._engine.limits
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self._engine.model.spec
+
+    def generate(self, request: Request) -> Iterator[TokenRow]:
+        """Rows of one request as they are made. Closing the iterator cancels. Raises RequestError for a bad request."""
+        self._submit(request)
+        try:
+            while True:
+                for row in self._step():
+                    yield row
+                    if row.finish is not None:
+                        return
+        finally:
+            self._cancel(request.request_id)
+
+    def generate_all(self, requests: Sequence[Request]) -> dict[str, list[TokenRow]]:
+        """Run requests together to their ends; rows by request id."""
+        for request in requests:
+            self._submit(request)
+        rows: dict[str, list[TokenRow]] = {request.request_id: [] for request in requests}
+        while self._engine.scheduler.has_work:
+            for row in self._step():
+                rows[row.request_id].append(row)
+        return rows
+
+    def audit(self) -> None:
+        """Raise AuditFailed if the books do not add up."""
+        self._engine.ledger.audit()
+
+    def close(self) -> None:
+        """Audit the books one last time."""
+        self.audit()
+
+    def _submit(self, request: Request) -> None:
+        check_request(request, self.limits)
+        cause = self._engine.scheduler.submit(request)
+        if cause is not None:
+            raise RequestRefused(f"request {request.request_id} was refused: {cause.value}")
+
+    def _step(self) -> Sequence[TokenRow]:
+        outcome = self._engine.step()
+        if outcome is None:
+            raise InvariantBroken("requests are running and nothing can be computed")
+        for lost in outcome.lost:
+            self._engine.ledger.release(lost.allocation)
+        if outcome.lost:
+            raise RequestRefused(f"request {outcome.lost[0].request_id} failed: {outcome.lost[0].detail}")
+        return outcome.rows
+
+    def _cancel(self, request_id: str) -> None:
+        allocation = self._engine.scheduler.remove(request_id)
+        if allocation is not None:
+            self._engine.ledger.release(allocation)

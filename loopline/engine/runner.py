@@ -1,0 +1,81 @@
+"""Computes a plan: every segment through prelude, its loops, coda and head, then one pass of sampling.
+
+The loop stands here, outside the model. Decides nothing: what to compute is the scheduler's plan, what a result means
+is the scheduler's commit.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kernels.ops import ROW_TILE
+from loopline.engine.batch import Batch, build_batch
+from loopline.engine.sampler import Sampler
+from loopline.kv.arena import Arena
+from loopline.kv.ledger import Allocation
+from loopline.model import LoopedModel
+from loopline.model.noise import initial_state
+from loopline.sched.plan import StepPlan, StepResult
+
+
+class PagedAttention:
+    """Attention of one batch over the arena: the `Attention` that a model is given by the engine."""
+
+    def __init__(self, model: LoopedModel, arena: Arena, batch: Batch) -> None:
+        self._ops = model.ops
+        self._arena = arena
+        self._batch = batch
+        self._style = model.rope.style
+        self._cos, self._sin = model.rope.rows(batch.positions)  # [N, d/2] each
+        self._scale = model.spec.head_dim**-0.5
+
+    def attend(self, loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Rotate q [N, H, d] and k [N, C, d], store k and v [N, C, d] in (loop, layer)'s plane, attend: [N, H * d]."""
+        plane = self._arena.layout.plane(loop, layer)
+        arena, batch = self._arena.tensor, self._batch
+        q = self._ops.rope_write_kv(q, k, v, self._cos, self._sin, self._style, arena, plane, batch.slots)
+        return self._ops.paged_attention(q, arena, plane, batch.attention, self._scale).flatten(1)
+
+
+class Runner:
+    """Holds the model and the arena; one thread at a time."""
+
+    def __init__(
+        self, model: LoopedModel, arena: Arena, block_ids: Callable[[Allocation], Sequence[int]], device: str
+    ) -> None:
+        self._model = model
+        self._arena = arena
+        self._block_ids = block_ids
+        self._device = device
+        self._sampler = Sampler(model.spec.vocab_size, device)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute every segment and choose the tokens. Blocks until the result is on the host."""
+        logits = []
+        for segment in plan.segments:
+            batch = build_batch(
+                segment, self._block_ids, self._arena.layout.block_size, self._arena.null_block, self._device
+            )
+            logits.append(self._forward(batch))
+        wanted = [run for run in plan.runs if run.sampling is not None]
+        return StepResult(plan.step, self._sampler.sample(torch.cat(logits), wanted))
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Logits [S, V] float32 of the batch's sampled rows; KV of every row lands in the arena."""
+        model = self._model
+        attention = PagedAttention(model, self._arena, batch)
+        embedded = model.prelude(batch.token_ids, attention)
+        noise = None
+        if model.uses_initial_state:
+            noise = initial_state(batch.seeds, batch.positions, batch.zeros, embedded.shape[1], embedded.dtype)
+        state = model.first_state(embedded, noise)
+        for loop in range(batch.depth):
+            state = model.core_step(loop, state, embedded, attention)
+        hidden = model.coda(state, attention)
+        num_sampled = len(batch.sampled_rows)
+        if not num_sampled:
+            return hidden.new_zeros((0, model.spec.vocab_size), dtype=torch.float32)
+        padding = batch.sampled_rows.new_zeros(-num_sampled % ROW_TILE)
+        return model.head(hidden[torch.cat([batch.sampled_rows, padding])])[:num_sampled]

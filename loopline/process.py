@@ -1,0 +1,41 @@
+"""Small things that every process of a cluster does the same way: say where it listens, notice that its parent is
+gone.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+def write_json_by_rename(path: str | Path, value: Mapping[str, object]) -> None:
+    """Write a JSON file so that a reader sees all of it or nothing."""
+    target = Path(path)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value) + "\n", encoding="utf-8")
+    draft.replace(target)
+
+
+def watch_life_pipe(loop: asyncio.AbstractEventLoop, fd: int, on_end: Callable[[], None]) -> None:
+    """Call `on_end` once when the other end of the pipe `fd` is closed: the parent that held it is gone."""
+
+    def readable() -> None:
+        if not os.read(fd, 64):
+            loop.remove_reader(fd)
+            on_end()
+
+    loop.add_reader(fd, readable)
+
+
+def on_terminate(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """Call on SIGTERM and on SIGINT."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, call)
+
+
+def configure_logging(name: str) -> None:
+    """Log lines of a process to standard error, with its name in each."""
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
