@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from loopline.engine.engine import Engine
-from loopline.messages import WorkerLoad
+from loopline.messages import BlockCounts, WorkerLoad
 from loopline.sched.plan import StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -49,29 +49,40 @@ class _Stop:
     """Ends the thread."""
 
 
+class LoadBoard:
+    """The last published load: written by the engine thread, read by any."""
+
+    def __init__(self) -> None:
+        self._load = WorkerLoad(0, False, 0, 0, 0, 0, BlockCounts(0, 0, 0, 0, 0), (), ())
+
+    def publish(self, load: WorkerLoad) -> None:
+        self._load = load
+
+    def read(self) -> WorkerLoad:
+        return self._load
+
+
+Inbox = queue.SimpleQueue[object]
+"""Events for the engine thread: put by any thread, taken by this one."""
+
+
 class EngineThread:
     """Invariant: engine and core are touched by this thread alone once it has started."""
 
-    def __init__(self, engine: Engine, core: WorkerCore, on_settled: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: Engine, core: WorkerCore, inbox: Inbox, board: LoadBoard, on_settled: Callable[[], None]
+    ) -> None:
         """`on_settled` is called from this thread when blocks, requests or business changed and the engine is idle."""
         self._engine = engine
         self._core = core
+        self._inbox = inbox
+        self._board = board
         self._on_settled = on_settled
-        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._load = self._measure(busy=False)
-
-    @property
-    def load(self) -> WorkerLoad:
-        """The last published load; any thread."""
-        return self._load
+        board.publish(self._measure(busy=False))
 
     def start(self) -> None:
         self._thread.start()
-
-    def post(self, event: object) -> None:
-        """Queue an event; any thread, never blocks."""
-        self._inbox.put(event)
 
     def stop(self) -> None:
         """End the thread after what is queued, and wait for it."""
@@ -109,8 +120,8 @@ class EngineThread:
             logger.exception("an event could not be handled")
 
     def _publish(self, busy: bool) -> None:
-        before, self._load = self._load, self._measure(busy)
-        after = self._load
+        before, after = self._board.read(), self._measure(busy)
+        self._board.publish(after)
         changed = (before.busy, before.running, before.blocks, before.handoffs) != (
             after.busy,
             after.running,

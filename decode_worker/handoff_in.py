@@ -1,0 +1,211 @@
+"""The decode worker's logic on its engine thread: reservations, what the receive table says of them, running requests.
+
+    Reserve --> reserved --Bind--> bound --commit + all pushes--> running --finish--> gone
+                   |                 |                               |
+                   '-- given up -----'--> blocks that a writer may     '-- cancelled --> gone
+                                          still write: quarantined
+
+Which blocks another worker may write is `ReceiveTable`'s alone; this module carries out its effects on scheduler and
+ledger.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from decode_worker.emitter import Emitter
+from kvtransfer.commands import Command, PushArrived, Quiesce, Quiesced, RemovePeer, TransferThreadFailed
+from kvtransfer.handoff import (
+    Activate,
+    AskClose,
+    FreeBlocks,
+    FreeQuarantined,
+    GaveUp,
+    Ignored,
+    PollToQuiescence,
+    Quarantine,
+    ReceiveEffect,
+    Refused,
+)
+from kvtransfer.handoff import Granted as GrantEffect
+from kvtransfer.receive_table import ReceiveTable
+from loopline.clock import Clock
+from loopline.engine.engine import Engine
+from loopline.kv.block_pool import runs_of
+from loopline.kv.ledger import Allocation
+from loopline.messages import (
+    Bind,
+    Cancel,
+    Cause,
+    CommitAnswer,
+    Granted,
+    HandoffKey,
+    Peer,
+    PeerGone,
+    RequestFailed,
+    Reserve,
+    Reserved,
+    TokenRow,
+    WorkerMessage,
+)
+from loopline.sched.plan import StepOutcome
+from loopline.worker.deadlines import Deadlines
+from loopline.worker.events import BeginDrain, CommitReceived, CoordinatorLost, WriterClosed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecodePorts:
+    """How the core reaches the world; every call returns at once."""
+
+    to_coordinator: Callable[[WorkerMessage], None]
+    to_transfer: Callable[[Command], None]
+    ask_close: Callable[[HandoffKey, Peer], None]
+
+
+class HandoffIn:
+    """Invariant: a reserved handoff's allocation is in `_reserved`, a running one's generation in `_running`."""
+
+    def __init__(self, engine: Engine, ports: DecodePorts, clock: Clock) -> None:
+        self._engine = engine
+        self._ports = ports
+        self._emitter = Emitter(ports.to_coordinator)
+        self._deadlines = Deadlines(clock)
+        self._table = ReceiveTable()
+        self._reserved: dict[HandoffKey, Allocation] = {}
+        self._running: dict[str, HandoffKey] = {}
+        self._is_draining = False
+
+    # ---- WorkerCore
+
+    def handle(self, event: object) -> None:
+        match event:
+            case Reserve():
+                self._reserve(event)
+            case Bind(key, writer):
+                self._bind(key, writer)
+            case Cancel(key, cause):
+                self._cancel(key, cause)
+            case PushArrived(agent_name, notice):
+                self._carry_out(self._table.push_arrived(agent_name, notice))
+            case CommitReceived():
+                self._committed(event)
+            case WriterClosed(key, state):
+                self._carry_out(self._table.writer_closed(key, state))
+            case PeerGone(worker, proven):
+                self._carry_out(self._table.worker_gone(worker, proven))
+            case Quiesced(worker):
+                self._carry_out(self._table.quiesced(worker))
+            case CoordinatorLost():
+                for key in [*self._reserved, *self._running.values()]:
+                    self._cancel(key, Cause.PEER_LOST)
+            case BeginDrain():
+                self._is_draining = True
+            case TransferThreadFailed(error):
+                logger.error("transfer thread: %s", error)
+            case _:
+                logger.error("decode worker: no handling for %r", event)
+
+    def stepped(self, outcome: StepOutcome) -> None:
+        for row in outcome.rows:
+            if row.finish is not None:
+                self._running.pop(row.request_id, None)
+        for lost in outcome.lost:
+            self._engine.ledger.release(lost.allocation)
+            key = self._running.pop(lost.request_id)
+            self._ports.to_coordinator(RequestFailed(key, lost.cause, lost.detail))
+        self._emitter.emit(outcome.step, outcome.rows)
+
+    def tick(self) -> None:
+        for key in self._deadlines.take_expired():
+            if key in self._reserved or self._running.get(key.request_id) == key:
+                self._cancel(key, Cause.DEADLINE)
+                self._ports.to_coordinator(RequestFailed(key, Cause.DEADLINE, "the request's deadline passed"))
+
+    def handoffs(self) -> tuple[tuple[str, int], ...]:
+        return self._table.counts()
+
+    def ignored(self) -> tuple[tuple[str, int], ...]:
+        return self._table.ignored()
+
+    # ---- a request's way
+
+    def _reserve(self, reserve: Reserve) -> None:
+        key = reserve.key
+        running = self._running.get(key.request_id)
+        if running is not None and running.generation < key.generation:
+            self._end_running(running)
+        cause = self._table.refusal(key) or (Cause.DRAINING if self._is_draining else None)
+        allocation = self._engine.scheduler.reserve(reserve.request) if cause is None else cause
+        if isinstance(allocation, Cause):
+            counts = self._engine.ledger.counts()
+            detail = f"{reserve.request.max_kv_tokens} tokens at most; {counts.free} of {counts.total} blocks are free"
+            self._ports.to_coordinator(Reserved(key, cause=allocation, detail=detail))
+            return
+        self._reserved[key] = allocation
+        self._deadlines.add(key, reserve.deadline_s)
+        block_ids = tuple(self._engine.ledger.block_ids(allocation))
+        self._carry_out(self._table.reserve(key, 0, block_ids))
+        self._ports.to_coordinator(Reserved(key))
+
+    def _bind(self, key: HandoffKey, writer: Peer) -> None:
+        effect = self._table.bind(key, writer)
+        if isinstance(effect, GrantEffect):
+            answer = Granted(key, effect.writer.worker, effect.first_block, runs_of(effect.block_ids))
+        else:
+            answer = Granted(key, writer.worker, cause=effect.cause, detail=f"bind to {writer.name} refused")
+        self._ports.to_coordinator(answer)
+
+    def _committed(self, received: CommitReceived) -> None:
+        effect = self._table.committed(received.commit)
+        received.answer(CommitAnswer(effect.cause if isinstance(effect, Ignored) else None))
+        self._carry_out((effect,))
+
+    def _cancel(self, key: HandoffKey, cause: Cause) -> None:
+        self._carry_out(self._table.cancel(key, cause))
+        running = self._running.get(key.request_id)
+        if running is not None and running.generation <= key.generation:
+            self._end_running(running)
+
+    def _end_running(self, key: HandoffKey) -> None:
+        del self._running[key.request_id]
+        allocation = self._engine.scheduler.remove(key.request_id)
+        if allocation is not None:
+            self._engine.ledger.release(allocation)
+
+    # ---- what the table says
+
+    def _carry_out(self, effects: Iterable[ReceiveEffect]) -> None:
+        effects = tuple(effects)
+        quarantines = {effect.key: effect for effect in effects if isinstance(effect, Quarantine)}
+        for effect in effects:
+            match effect:
+                case Activate(key, commit, _):
+                    self._activate(key, commit.token)
+                case GaveUp(key):
+                    self._give_up(key, quarantines.get(key))
+                case FreeQuarantined(_, block_ids):
+                    self._engine.ledger.free_quarantined(block_ids)
+                case AskClose(key, writer):
+                    self._ports.ask_close(key, writer)
+                case PollToQuiescence(worker):
+                    self._ports.to_transfer(RemovePeer(worker))
+                    self._ports.to_transfer(Quiesce(worker))
+                case FreeBlocks() | Quarantine() | Ignored() | Refused():
+                    pass  # blocks went with GaveUp; what was ignored is counted by the table
+                case _:
+                    logger.debug("nothing to do for %r", effect)
+
+    def _activate(self, key: HandoffKey, first: TokenRow) -> None:
+        row = self._engine.scheduler.activate(self._reserved.pop(key), first)
+        self._running[key.request_id] = key
+        self._emitter.emit(self._engine.scheduler.step, (row,))
+
+    def _give_up(self, key: HandoffKey, quarantine: Quarantine | None) -> None:
+        allocation = self._reserved.pop(key)
+        self._engine.scheduler.unreserve(allocation)
+        if quarantine is None:
+            self._engine.ledger.release(allocation)
+        else:
+            self._engine.ledger.quarantine(allocation, quarantine.block_ids)

@@ -1,0 +1,35 @@
+"""Puts a decode worker together from the shared runtime and this package's parts."""
+
+import grpc.aio
+
+from decode_worker.handoff_in import DecodePorts, HandoffIn
+from decode_worker.service import DecodePeering, Writers, add_peering
+from loopline.messages import Connected, CoordinatorMessage, PeerGone
+from loopline.worker.peer_calls import PeerCalls
+from loopline.worker.runtime import RoleParts, WorkerContext
+
+
+def build_role(context: WorkerContext) -> RoleParts:
+    """The decode role's core, service and questions to writers."""
+
+    def make_connected() -> Connected:
+        endpoint = context.endpoint
+        return Connected(context.me(), context.fingerprint, endpoint.metadata, endpoint.region)
+
+    writers = Writers(context.to_engine, PeerCalls(context.loop))
+    ports = DecodePorts(
+        to_coordinator=context.to_coordinator,
+        to_transfer=context.to_transfer,
+        ask_close=writers.ask_close,
+    )
+    servicer = DecodePeering(make_connected, context.to_engine)
+
+    def add_services(server: grpc.aio.Server) -> None:
+        add_peering(server, servicer)
+
+    def on_message(message: CoordinatorMessage) -> bool:
+        if isinstance(message, PeerGone) and message.proven:
+            writers.stop_asking(message.worker.uuid)
+        return False  # the engine thread needs it too
+
+    return RoleParts(HandoffIn(context.engine, ports, context.clock), add_services, on_message)

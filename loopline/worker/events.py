@@ -1,0 +1,48 @@
+"""What reaches a worker's engine thread besides the coordinator's messages and the transfer thread's events."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed, HandoffKey
+
+
+@dataclass(frozen=True)
+class CoordinatorLost:
+    """The stream to the coordinator broke: every request of that epoch is given up."""
+
+
+@dataclass(frozen=True)
+class BeginDrain:
+    """Take nothing new from now on."""
+
+
+@dataclass(frozen=True)
+class CommitReceived:
+    """A prefill worker's commit; `answer` may be called from any thread, once."""
+
+    commit: Commit
+    answer: Callable[[CommitAnswer], None]
+
+
+@dataclass(frozen=True)
+class CommitUndelivered:
+    """A commit could not be brought to its decode worker."""
+
+    key: HandoffKey
+    detail: str
+
+
+@dataclass(frozen=True)
+class CloseAsked:
+    """A decode worker's CloseHandoff; `answer` may be called from any thread, once."""
+
+    close: CloseHandoff
+    answer: Callable[[HandoffClosed], None]
+
+
+@dataclass(frozen=True)
+class WriterClosed:
+    """A prefill worker's final answer to our CloseHandoff."""
+
+    key: HandoffKey
+    state: CloseState

@@ -1,0 +1,1 @@
+"""The prefill worker: computes prompts chunk by chunk and pushes their KV into a decode worker's reserved blocks."""

@@ -1,0 +1,333 @@
+"""The prefill worker's logic on its engine thread: requests in, chunks pushed, the first token committed.
+
+    StartPrefill --> waiting for blocks --> computing, pushing chunk by chunk --> committed --HandoffDrained--> gone
+                          |                      |                                   |
+                          '------- given up (Cancel, CloseHandoff, deadline, failure) '--> closing --CloseReport--> gone
+
+Source blocks are released when every push is DONE, and not before: a posted write reads them whatever was cancelled.
+Where a push ended in an error they are quarantined until the target is proven gone.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtransfer.commands import (
+    Close,
+    CloseReport,
+    Command,
+    CommitHandoff,
+    HandoffDrained,
+    HandoffRefused,
+    OpenHandoff,
+    PeerConnected,
+    PeerConnectFailed,
+    PeerRemoved,
+    Push,
+    PushFailed,
+    RemovePeer,
+    TransferThreadFailed,
+)
+from kvtransfer.manifest import coalesce
+from loopline.clock import Clock
+from loopline.engine.engine import Engine
+from loopline.kv.block_pool import ids_of
+from loopline.kv.ledger import Allocation
+from loopline.messages import (
+    Cancel,
+    Cause,
+    CloseState,
+    Commit,
+    HandoffClosed,
+    HandoffKey,
+    HandoffStats,
+    PairFailed,
+    PairReady,
+    Peer,
+    PeerGone,
+    Prefilled,
+    PushRange,
+    RequestFailed,
+    StartPrefill,
+    TokenRow,
+    WorkerId,
+    WorkerMessage,
+)
+from loopline.request import Request
+from loopline.sched.plan import ChunkDone, StepOutcome
+from loopline.worker.deadlines import Deadlines
+from loopline.worker.events import BeginDrain, CloseAsked, CommitUndelivered, CoordinatorLost
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PrefillPorts:
+    """How the core reaches the world; every call returns at once."""
+
+    to_coordinator: Callable[[WorkerMessage], None]
+    to_transfer: Callable[[Command], None]
+    deliver_commit: Callable[[Peer, Commit], None]
+    identity: Callable[[], WorkerId]
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """One handoff that is being computed or drained. Block indices are the request's own."""
+
+    key: HandoffKey
+    request: Request
+    target: Peer
+    first_block: int
+    target_blocks: tuple[int, ...]
+    began_s: float
+    next_block: int  # first block that no push carries yet
+    pushes: list[PushRange] = field(default_factory=list)
+    descriptors: int = 0
+    transport: str = ""
+
+    @property
+    def is_pushed(self) -> bool:
+        """Every block is on its way."""
+        return self.next_block == self.first_block + len(self.target_blocks)
+
+
+@dataclass(frozen=True)
+class _Closing:
+    """A handoff that was given up; its source blocks wait for the last handle."""
+
+    target: WorkerId
+    allocation: Allocation
+
+
+class HandoffOut:
+    """Invariant: a request id is in `_outgoing` at most once; blocks of a handoff are held until its last event."""
+
+    def __init__(self, engine: Engine, ports: PrefillPorts, clock: Clock) -> None:
+        self._engine = engine
+        self._ports = ports
+        self._clock = clock
+        self._deadlines = Deadlines(clock)
+        self._outgoing: dict[str, _Outgoing] = {}
+        self._closing: dict[HandoffKey, _Closing] = {}
+        self._quarantined: dict[str, list[int]] = {}  # target uuid -> source block ids that it may still read
+        self._links: dict[str, PeerConnected] = {}  # target uuid -> its ready link
+        self._ignored: Counter[str] = Counter()
+        self._is_draining = False
+
+    # ---- WorkerCore
+
+    def handle(self, event: object) -> None:
+        match event:
+            case StartPrefill():
+                self._start(event)
+            case Cancel(key, cause):
+                self._cancel(key, cause)
+            case CloseAsked():
+                self._close_asked(event)
+            case PeerConnected() | PeerConnectFailed() | PeerGone() | PeerRemoved():
+                self._peer_event(event)
+            case HandoffDrained(key):
+                self._drained(key)
+            case CloseReport():
+                self._closed(event)
+            case HandoffRefused(key, cause, detail):
+                self._refused(key, cause, detail)
+            case PushFailed(key, _, cause, detail):
+                self._give_up_key(key, cause, detail)
+            case CommitUndelivered(key, detail):
+                self._give_up_key(key, Cause.PEER_LOST, detail)
+            case CoordinatorLost():
+                for out in list(self._outgoing.values()):
+                    self._give_up(out)
+            case BeginDrain():
+                self._is_draining = True
+            case TransferThreadFailed(error):
+                logger.error("transfer thread: %s", error)
+            case _:
+                logger.error("prefill worker: no handling for %r", event)
+
+    def stepped(self, outcome: StepOutcome) -> None:
+        for chunk in outcome.chunks:
+            out = self._outgoing.get(chunk.request_id)
+            if out is not None:
+                self._push(out, chunk)
+        for row in outcome.rows:
+            out = self._outgoing.get(row.request_id)
+            if out is not None:
+                self._first_token(out, row)
+        for lost in outcome.lost:
+            out = self._outgoing.pop(lost.request_id)
+            self._close(out, lost.allocation)
+            self._ports.to_coordinator(RequestFailed(out.key, lost.cause, lost.detail))
+
+    def tick(self) -> None:
+        for key in self._deadlines.take_expired():
+            self._give_up_key(key, Cause.DEADLINE, "the request's deadline passed")
+
+    def handoffs(self) -> tuple[tuple[str, int], ...]:
+        counts = Counter("committed" if out.is_pushed else "open" for out in self._outgoing.values())
+        counts["closing"] += len(self._closing)
+        counts["failed"] += len(self._quarantined)
+        return tuple(sorted((state, count) for state, count in counts.items() if count))
+
+    def ignored(self) -> tuple[tuple[str, int], ...]:
+        return tuple(sorted(self._ignored.items()))
+
+    # ---- a request's way
+
+    def _start(self, start: StartPrefill) -> None:
+        key, request_id = start.key, start.key.request_id
+        known = self._outgoing.get(request_id)
+        if known is not None and known.key.generation >= key.generation:
+            self._ignored[Cause.DUPLICATE if known.key == key else Cause.STALE] += 1
+            return
+        if known is not None:
+            self._give_up(known)
+        cause = self._start_refusal(start)
+        if cause is not None:
+            self._ports.to_coordinator(RequestFailed(key, cause[0], cause[1]))
+            return
+        blocks = tuple(ids_of(start.runs))
+        self._outgoing[request_id] = _Outgoing(
+            key=key,
+            request=start.request,
+            target=start.target,
+            first_block=start.first_block,
+            target_blocks=blocks,
+            began_s=self._clock.now_s(),
+            next_block=start.first_block,
+            transport=self._links[start.target.worker.uuid].transport,
+        )
+        self._deadlines.add(key, start.deadline_s)
+        self._ports.to_transfer(OpenHandoff(key, start.target.worker, start.first_block, blocks))
+
+    def _start_refusal(self, start: StartPrefill) -> tuple[Cause, str] | None:
+        """Why this worker does not take the request; None once the scheduler has it."""
+        if self._is_draining:
+            return Cause.DRAINING, "this worker is draining"
+        if start.target.worker.uuid not in self._links:
+            return Cause.PEER_LOST, f"no link to {start.target.name}"
+        needed = self._engine.ledger.blocks_for(start.request.num_known_tokens)
+        granted = start.first_block + sum(run.count for run in start.runs)
+        if granted != needed:
+            return Cause.INVALID, f"{granted} blocks are granted and the prompt has {needed}"
+        cause = self._engine.scheduler.submit(start.request)
+        return None if cause is None else (cause, f"{start.request.num_known_tokens} prompt tokens")
+
+    def _push(self, out: _Outgoing, chunk: ChunkDone) -> None:
+        """Push the blocks that this chunk completed; with the last chunk the partial last block too."""
+        block_size = self._engine.ledger.block_size
+        whole = chunk.num_computed // block_size
+        end = self._engine.ledger.blocks_for(chunk.num_computed) if chunk.is_last else whole
+        if end <= out.next_block:
+            return
+        source = tuple(self._engine.ledger.block_ids(chunk.allocation)[out.next_block : end])
+        target = out.target_blocks[out.next_block - out.first_block : end - out.first_block]
+        part = PushRange(len(out.pushes), out.next_block, end - out.next_block)
+        out.pushes.append(part)
+        out.next_block = end
+        out.descriptors += len(coalesce(source, target))
+        self._ports.to_transfer(Push(out.key, part, source))
+
+    def _first_token(self, out: _Outgoing, row: TokenRow) -> None:
+        num_blocks = sum(part.num_blocks for part in out.pushes)
+        stats = HandoffStats(
+            pushes=len(out.pushes),
+            descriptors=out.descriptors,
+            num_bytes=num_blocks * self._engine.layout.block_bytes,
+            transport=out.transport,
+            prefill_s=self._clock.now_s() - out.began_s,
+        )
+        self._ports.to_coordinator(Prefilled(out.key, out.request.attempt, row, stats))
+        if row.finish is not None:  # the answer is whole: nothing is left to decode, the reservation is not needed
+            self._give_up(out)
+            return
+        self._ports.to_transfer(CommitHandoff(out.key))
+        commit = Commit(out.key, self._ports.identity(), out.request.attempt, row, tuple(out.pushes))
+        self._ports.deliver_commit(out.target, commit)
+
+    def _drained(self, key: HandoffKey) -> None:
+        out = self._outgoing.get(key.request_id)
+        if out is None or out.key != key:
+            return  # given up meanwhile: its CloseReport follows
+        del self._outgoing[key.request_id]
+        allocation = self._engine.scheduler.remove(key.request_id)
+        if allocation is not None:
+            self._engine.ledger.release(allocation)
+
+    # ---- giving up
+
+    def _cancel(self, key: HandoffKey, cause: Cause) -> None:
+        out = self._outgoing.get(key.request_id)
+        if out is not None and out.key.generation <= key.generation:
+            self._give_up(out)
+        else:
+            self._ignored[Cause.UNKNOWN] += 1
+        self._ports.to_transfer(Close(key))  # leaves a tombstone: a start that comes later is refused
+
+    def _close_asked(self, asked: CloseAsked) -> None:
+        key = asked.close.key
+        out = self._outgoing.get(key.request_id)
+        if out is not None and out.key.generation <= key.generation:
+            self._give_up(out)
+            self._ports.to_coordinator(RequestFailed(out.key, Cause.CANCELLED, f"{out.target.name} closed the handoff"))
+        self._ports.to_transfer(Close(key, waiter=asked.answer))
+
+    def _give_up_key(self, key: HandoffKey, cause: Cause, detail: str) -> None:
+        out = self._outgoing.get(key.request_id)
+        if out is not None and out.key == key:
+            self._give_up(out)
+            self._ports.to_coordinator(RequestFailed(key, cause, detail))
+
+    def _give_up(self, out: _Outgoing) -> None:
+        del self._outgoing[out.key.request_id]
+        self._close(out, self._engine.scheduler.remove(out.key.request_id))
+
+    def _close(self, out: _Outgoing, allocation: Allocation | None) -> None:
+        if allocation is not None:
+            self._closing[out.key] = _Closing(out.target.worker, allocation)
+        self._ports.to_transfer(Close(out.key))
+
+    def _refused(self, key: HandoffKey, cause: Cause, detail: str) -> None:
+        """The transfer thread would not open it: nothing was or will be posted."""
+        self._give_up_key(key, cause, detail or "the transfer thread refused the handoff")
+
+    def _closed(self, report: CloseReport) -> None:
+        for answer in report.waiters:
+            if callable(answer):
+                answer(HandoffClosed(report.key, report.state))
+        out = self._outgoing.get(report.key.request_id)
+        if out is not None and out.key == report.key:
+            self._give_up_key(report.key, Cause.TRANSFER_FAILED, "the handoff was closed below")
+        closing = self._closing.pop(report.key, None)
+        if closing is None:
+            return
+        if report.state is CloseState.CLOSED:
+            self._engine.ledger.release(closing.allocation)
+            return
+        block_ids = list(self._engine.ledger.block_ids(closing.allocation))
+        self._engine.ledger.quarantine(closing.allocation, block_ids)
+        self._quarantined.setdefault(closing.target.uuid, []).extend(block_ids)
+
+    # ---- peers
+
+    def _peer_event(self, event: PeerConnected | PeerConnectFailed | PeerGone | PeerRemoved) -> None:
+        match event:
+            case PeerConnected(peer, transport, bytes_per_s):
+                self._links[peer.worker.uuid] = event
+                self._ports.to_coordinator(PairReady(peer.worker, transport, bytes_per_s))
+            case PeerConnectFailed(peer, reason):
+                self._links.pop(peer.worker.uuid, None)
+                self._ports.to_coordinator(PairFailed(peer.worker, reason))
+            case PeerGone(worker, proven):
+                for out in [out for out in self._outgoing.values() if out.target.worker.uuid == worker.uuid]:
+                    self._give_up_key(out.key, Cause.PEER_LOST, f"{out.target.name} is gone")
+                if proven:
+                    self._links.pop(worker.uuid, None)
+                    self._ports.to_transfer(RemovePeer(worker))
+            case PeerRemoved(worker):
+                block_ids = self._quarantined.pop(worker.uuid, [])
+                if block_ids:
+                    self._engine.ledger.free_quarantined(block_ids)

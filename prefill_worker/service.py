@@ -1,0 +1,107 @@
+"""The prefill worker's gRPC side: pairing with decode workers, delivering commits, answering CloseHandoff."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvtransfer.commands import Command, ConnectPeer, PeerConnectFailed
+from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, Connect, Connected, HandoffClosed, Peer
+from loopline.wire import convert
+from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
+from loopline.worker.events import CloseAsked, CommitUndelivered
+from loopline.worker.peer_calls import PeerCalls
+
+logger = logging.getLogger(__name__)
+_CLOSE_POLL_S = 5.0
+_CONNECT_TIMEOUT_S = 10.0
+_COMMIT_TIMEOUT_S = 10.0
+
+
+class PrefillPeering(cluster_pb2_grpc.PeeringServicer):
+    """Answers decode workers."""
+
+    def __init__(self, to_engine: Callable[[object], None]) -> None:
+        self._to_engine = to_engine
+
+    async def CloseHandoff(self, request: Any, context: Any) -> Any:
+        """Long poll: answers when nothing of the handoff can be written any more, or PENDING after a while."""
+        close = convert.from_proto(CloseHandoff, request)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[HandoffClosed] = loop.create_future()
+
+        def answer(closed: HandoffClosed) -> None:
+            loop.call_soon_threadsafe(_set_once, future, closed)
+
+        self._to_engine(CloseAsked(close, answer))
+        try:
+            closed = await asyncio.wait_for(future, _CLOSE_POLL_S)
+        except TimeoutError:
+            closed = HandoffClosed(close.key, CloseState.PENDING)
+        return convert.to_proto(closed)
+
+
+class DecodePeers:
+    """Calls to decode workers; failures become events of the engine thread or transfer thread."""
+
+    def __init__(
+        self,
+        make_connect: Callable[[], Connect],
+        to_engine: Callable[[object], None],
+        to_transfer: Callable[[Command], None],
+        calls: PeerCalls,
+    ) -> None:
+        self._make_connect = make_connect
+        self._to_engine = to_engine
+        self._to_transfer = to_transfer
+        self._calls = calls
+
+    def connect(self, peer: Peer) -> None:
+        """Pair with a decode worker; any thread."""
+        self._calls.start(self._connect(peer))
+
+    def deliver_commit(self, peer: Peer, commit: Commit) -> None:
+        """Bring a commit to its decode worker; any thread."""
+        self._calls.start(self._deliver(peer, commit))
+
+    async def _connect(self, peer: Peer) -> None:
+        try:
+            answer = await self._calls.stub(peer.address).ConnectPeer(
+                convert.to_proto(self._make_connect()), timeout=_CONNECT_TIMEOUT_S, wait_for_ready=True
+            )
+            connected = convert.from_proto(Connected, answer)
+        except grpc.aio.AioRpcError as error:
+            self._to_engine(PeerConnectFailed(peer, f"{error.code().name}: {error.details()}"))
+            return
+        except ValueError as error:
+            self._to_engine(PeerConnectFailed(peer, str(error)))
+            return
+        if connected.peer.worker.uuid != peer.worker.uuid:
+            self._to_engine(PeerConnectFailed(peer, f"another worker answers at {peer.address}"))
+            return
+        self._to_transfer(ConnectPeer(peer, connected.agent_metadata, connected.region))
+
+    async def _deliver(self, peer: Peer, commit: Commit) -> None:
+        try:
+            answer = await self._calls.stub(peer.address).CommitHandoff(
+                convert.to_proto(commit), timeout=_COMMIT_TIMEOUT_S, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            self._to_engine(CommitUndelivered(commit.key, f"{peer.name}: {error.code().name}: {error.details()}"))
+            return
+        cause = convert.from_proto(CommitAnswer, answer).cause
+        if cause is not None:
+            logger.info("commit of %s was ignored by %s: %s", commit.key, peer.name, cause.value)
+
+
+def _set_once(future: "asyncio.Future[HandoffClosed]", value: HandoffClosed) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def add_peering(server: grpc.aio.Server, servicer: PrefillPeering) -> None:
+    """Put the service on a server."""
+    cluster_pb2_grpc.add_PeeringServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
