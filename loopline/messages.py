@@ -1,7 +1,7 @@
 """Every message between the processes of a cluster, as frozen records. No I/O, no protobuf here.
 
-`docs/protocol.md` has the table of who sends what to whom, and why repeating each is safe; `loopline.wire.convert` turns
-them into protobuf and back.
+`docs/protocol.md` has the table of who sends what to whom, and why repeating each is safe; `loopline.wire.convert`
+turns them into protobuf and back.
 
 Directions: coordinator -> worker (`CoordinatorMessage`) and worker -> coordinator (`WorkerMessage`) travel in order on
 the one stream that the worker opened (its life connection); prefill <-> decode are unary calls; a `PushNotice` rides on

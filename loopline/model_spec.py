@@ -1,7 +1,8 @@
 """A looped model's geometry, read from a checkpoint folder's config.json. No torch: the coordinator uses it too.
 
 Physical layers are numbered prelude, recurrent block, coda. Sources: the two public modelling files,
-ByteDance/Ouro-1.4B's `modeling_ouro.py` and seal-rg/recurrent-pretraining's `raven_modeling_minimal.py`, and their config classes.
+`modeling_ouro.py` of ByteDance/Ouro-1.4B, `raven_modeling_minimal.py` of seal-rg/recurrent-pretraining, and their
+config classes.
 """
 
 import json

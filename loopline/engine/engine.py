@@ -11,12 +11,12 @@ import torch
 
 from loopline import PROTOCOL_VERSION
 from loopline.engine.capacity import blocks_for_arena
-from loopline.engine.runner import Runner
+from loopline.engine.runner import Runner, StateSource
 from loopline.kv.arena import Arena, allocate_arena
 from loopline.kv.layout import KVLayout
 from loopline.kv.ledger import Ledger
 from loopline.messages import Capacity, Fingerprint
-from loopline.model import LoopedModel, load_model
+from loopline.model import LoopedModel, initial_state, load_model
 from loopline.model.weights import weights_digest
 from loopline.model_spec import ModelSpec
 from loopline.request import Limits
@@ -32,8 +32,11 @@ _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 class Engine:
     """Owns its parts; `ledger` and `scheduler` are open to the worker that steps it."""
 
-    def __init__(self, settings: EngineSettings, policy: RolePolicy) -> None:
-        """Load the checkpoint and allocate the arena. Raises OperatorError kinds that say what to change."""
+    def __init__(self, settings: EngineSettings, policy: RolePolicy, states: StateSource = initial_state) -> None:
+        """Load the checkpoint and allocate the arena. Raises OperatorError kinds that say what to change.
+
+        `states`: where Huginn's initial states come from, if they are given and not keyed by request seed and position.
+        """
         if settings.device == "cpu":
             torch.set_num_threads(1 if settings.deterministic else settings.num_threads)
         self.settings = settings
@@ -45,7 +48,7 @@ class Engine:
         self.arena: Arena = allocate_arena(self.layout, num_blocks, settings.device)
         self.ledger = Ledger(num_blocks, settings.block_size)
         self.scheduler = Scheduler(self.ledger, settings.scheduler, policy)
-        self._runner = Runner(self.model, self.arena, self.ledger.block_ids, settings.device)
+        self._runner = Runner(self.model, self.arena, self.ledger.block_ids, settings.device, states)
         logger.info("engine ready: %s, %d blocks of %d bytes", settings.model_path, num_blocks, self.layout.block_bytes)
 
     @property

@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from loopline.engine.engine import Engine
+from loopline.engine.runner import StateSource
 from loopline.errors import InvariantBroken, RequestRefused
 from loopline.messages import TokenRow
+from loopline.model import initial_state
 from loopline.model_spec import ModelSpec
 from loopline.request import Limits, Request, check_request
 from loopline.sched.policy import UnifiedPolicy
@@ -14,8 +16,9 @@ from loopline.settings import EngineSettings
 class LocalEngine:
     """A whole engine behind two calls; not for several threads."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self._engine = Engine(settings, UnifiedPolicy())
+    def __init__(self, settings: EngineSettings, states: StateSource = initial_state) -> None:
+        """`states`: as for Engine. Raises OperatorError kinds that say what to change."""
+        self._engine = Engine(settings, UnifiedPolicy(), states)
 
     @property
     def limits(self) -> Limits:

@@ -6,6 +6,8 @@ is the scheduler's commit.
 
 from collections.abc import Callable, Sequence
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,6 @@ from loopline.engine.sampler import Sampler
 from loopline.kv.arena import Arena
 from loopline.kv.ledger import Allocation
 from loopline.model import LoopedModel
-from loopline.model.noise import initial_state
 from loopline.sched.plan import StepPlan, StepResult
 
 
@@ -38,13 +39,27 @@ class PagedAttention:
         return self._ops.paged_attention(q, arena, plane, batch.attention, self._scale).flatten(1)
 
 
+class StateSource(Protocol):
+    """Where Huginn's initial states come from; `loopline.model.noise.initial_state` unless states are given."""
+
+    def __call__(self, seeds: Tensor, positions: Tensor, zeros: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """States [N, width] of rows with seeds, positions and zeros (bool), each [N]."""
+        ...
+
+
 class Runner:
     """Holds the model and the arena; one thread at a time."""
 
     def __init__(
-        self, model: LoopedModel, arena: Arena, block_ids: Callable[[Allocation], Sequence[int]], device: str
+        self,
+        model: LoopedModel,
+        arena: Arena,
+        block_ids: Callable[[Allocation], Sequence[int]],
+        device: str,
+        states: StateSource,
     ) -> None:
         self._model = model
+        self._states = states
         self._arena = arena
         self._block_ids = block_ids
         self._device = device
@@ -69,7 +84,7 @@ class Runner:
         embedded = model.prelude(batch.token_ids, attention)
         noise = None
         if model.uses_initial_state:
-            noise = initial_state(batch.seeds, batch.positions, batch.zeros, embedded.shape[1], embedded.dtype)
+            noise = self._states(batch.seeds, batch.positions, batch.zeros, embedded.shape[1], embedded.dtype)
         state = model.first_state(embedded, noise)
         for loop in range(batch.depth):
             state = model.core_step(loop, state, embedded, attention)

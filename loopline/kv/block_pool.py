@@ -41,7 +41,8 @@ class BlockPool:
         return tuple(taken)
 
     def give_back(self, runs: Iterable[BlockRun]) -> None:
-        """Make blocks free again; neighbours merge. A block that is free already is a bug and raises."""
+        """Make blocks free again; neighbours merge. What borders on itself being free already raises; audits see the
+        rest."""
         for run in runs:
             self._merge_in(run.start, run.count)
 

@@ -95,7 +95,7 @@ class Attachment:
                 if isinstance(message, Welcome):
                     self._coordinator_epoch, welcomed = epoch, True
                     writer = asyncio.create_task(self._write(call, message.lease_s / 3))
-                if epoch == self._coordinator_epoch:
+                elif epoch == self._coordinator_epoch:
                     self._on_message(message)
         except grpc.aio.AioRpcError as error:
             logger.info("the stream to %s ended: %s %s", self._address, error.code().name, error.details())

@@ -1,0 +1,20 @@
+"""`loopline generate`: one answer from a running cluster."""
+
+from loopline.cli.answer import deliver
+from loopline.cli.options import Address, Deadline, Json, with_request_options
+from loopline.client import Client
+from loopline.intake import RequestOptions
+
+
+@with_request_options
+def generate(
+    *,
+    address: Address,
+    options: RequestOptions,
+    deadline: Deadline = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt on a running cluster."""
+    with Client(address) as client:
+        events = client.stream(options, deadline_s=deadline)
+        deliver(events, as_json=as_json, with_logprobs=options.logprobs is not None)

@@ -1,0 +1,116 @@
+"""`loopline launch`: a cluster on this machine, from a YAML file, until Ctrl-C or SIGTERM."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from coordinator.launcher import LocalLauncher
+from loopline.cli.options import Config
+from loopline.cli.supervise import Interrupts, drain_limit_s, finish, run_folder, start, unless
+from loopline.client import AsyncClient, ClusterStatus
+from loopline.config import load_config
+from loopline.errors import LooplineError, OperatorError
+from loopline.process import write_json_by_rename
+
+_LOOK_S = 0.5
+_KILLED = 130
+
+
+def launch(
+    *,
+    config: Config,
+    ready_file: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="File to write address and pid to once the cluster serves.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the coordinator; 0: any free one.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where logs go.")] = None,
+    ready_timeout: Annotated[float, typer.Option(metavar="S", help="Most seconds until the cluster serves.")] = 600.0,
+) -> None:
+    """Start a cluster and keep it running.
+
+    The first Ctrl-C or SIGTERM lets running requests finish within a limit; the second ends everything at once.
+    """
+    console = Console(stderr=True, highlight=False)
+    logging.basicConfig(format="%(message)s", handlers=[RichHandler(console=console, show_path=False)])
+    status = asyncio.run(_launch(console, config, ready_file, port, run_dir, ready_timeout))
+    if status:
+        raise typer.Exit(status)
+
+
+async def _launch(
+    console: Console, config: Path, ready_file: Path | None, port: int | None, run_dir: Path | None, timeout_s: float
+) -> int:
+    drain_s = drain_limit_s(load_config(config))
+    with run_folder(run_dir) as folder, Interrupts() as interrupts:
+        launcher = LocalLauncher(config, port=port, run_dir=folder)
+        console.print(f"starting {config}; logs are in {folder}")
+        if not await start(launcher, interrupts, timeout_s, folder):
+            return 0
+        try:
+            with _ready(ready_file, launcher.address):
+                watch = asyncio.create_task(_show_status(console, launcher.address))
+                try:
+                    await unless(interrupts.first, launcher.wait_stopped())
+                finally:
+                    watch.cancel()
+                    await asyncio.gather(watch, return_exceptions=True)
+        except BaseException:
+            await launcher.stop(0.0)
+            raise
+        console.print(f"stopping: running requests have {drain_s:g} s; Ctrl-C again ends them at once")
+        return 0 if await finish(launcher, interrupts, drain_s) else _KILLED
+
+
+@contextlib.contextmanager
+def _ready(path: Path | None, address: str) -> Iterator[None]:
+    """The ready file, whole from its first moment on, for as long as the cluster serves."""
+    if path is None:
+        yield
+        return
+    try:
+        write_json_by_rename(path, {"address": address, "pid": os.getpid()})
+    except OSError as error:
+        raise OperatorError(f"{path}: cannot be written: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def _show_status(console: Console, address: str) -> None:
+    """A live line on a terminal, else a line for each change."""
+    if not console.is_terminal:
+        await _watch(address, console.print)
+        return
+    with console.status(f"serving at {address}") as line:
+        await _watch(address, line.update)
+
+
+async def _watch(address: str, show: Callable[[str], object]) -> None:
+    shown = ""
+    async with AsyncClient(address) as client:
+        while True:
+            try:
+                words = _words(address, await client.status())
+            except LooplineError as error:
+                words = f"{address} does not answer: {error}"
+            if words != shown:
+                show(words)
+                shown = words
+            await asyncio.sleep(_LOOK_S)
+
+
+def _words(address: str, status: ClusterStatus) -> str:
+    states = Counter((worker.role, worker.state) for worker in status.workers)
+    workers = ", ".join(f"{count} {role} {state}" for (role, state), count in sorted(states.items()))
+    serving = "serving" if status.serving else "not serving"
+    return f"{serving} at {address}: {workers}; {status.running} running, {status.queued} queued"

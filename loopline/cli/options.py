@@ -1,0 +1,110 @@
+"""Options of a request, shared by `generate` and `run`."""
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from loopline.intake import Chat, Prompt, RequestOptions
+from loopline.request import InitialState
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="Cluster YAML.", show_default=False)]
+Address = Annotated[
+    str, typer.Option("--address", metavar="HOST:PORT", help="The coordinator's address.", show_default=False)
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Deadline = Annotated[float | None, typer.Option("--deadline", metavar="S", help="Seconds after which to give up.")]
+
+
+def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `request_options` in place of its parameter `options`."""
+    own, shared = inspect.signature(command), inspect.signature(request_options)
+    kept = [parameter for parameter in own.parameters.values() if parameter.name != "options"]
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        options = request_options(**{name: values.pop(name) for name in shared.parameters})
+        command(options=options, **values)
+
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*kept, *shared.parameters.values())
+    ]
+    hints = {**typing.get_type_hints(request_options, include_extras=True)}
+    hints.update(typing.get_type_hints(command, include_extras=True))
+    wrapper.__annotations__ = {name: hint for name, hint in hints.items() if name != "options"}
+    wrapper.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    del wrapper.__wrapped__
+    return wrapper
+
+
+def request_options(
+    *,
+    prompt: Annotated[str | None, typer.Option(help="The prompt as text.")] = None,
+    prompt_ids: Annotated[str | None, typer.Option(metavar="ID,ID,...", help="The prompt as token ids.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user's message.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    min_tokens: Annotated[int, typer.Option(help="No stop id before so many tokens.")] = 0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this part of the best.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Keys sampling and noise; drawn if not given.")] = None,
+    loops: Annotated[int | None, typer.Option(help="Depth: loops per token; the model's own if not given.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the model's stop ids.")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    stop_token_ids: Annotated[str | None, typer.Option(metavar="ID,ID,...", help="Stop ids besides its own.")] = None,
+    logprobs: Annotated[int | None, typer.Option(metavar="N", help="Also the N most likely tokens (--json).")] = None,
+    repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
+    logit_bias: Annotated[list[str] | None, typer.Option(metavar="ID=VALUE", help="May be repeated.")] = None,
+    initial_state: Annotated[InitialState | None, typer.Option(help="Huginn's state before the first loop.")] = None,
+) -> RequestOptions:
+    """The options as one record; typer.BadParameter for one that cannot be read."""
+    return RequestOptions(
+        prompt=_prompt(prompt, prompt_ids, chat),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=dict(_bias(entry) for entry in logit_bias or ()),
+        stop=tuple(stop or ()),
+        stop_token_ids=_ids("--stop-token-ids", stop_token_ids),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        loops=loops,
+        initial_state=initial_state,
+    )
+
+
+def _prompt(text: str | None, ids: str | None, chat: bool) -> Prompt:
+    if text is not None and ids is None:
+        return Chat((("user", text),)) if chat else text
+    if text is None and ids is not None and not chat:
+        return _ids("--prompt-ids", ids)
+    raise typer.BadParameter("give either --prompt, which --chat sends as a message, or --prompt-ids")
+
+
+def _ids(name: str, text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in (text or "").split(",") if part.strip())
+    except ValueError:
+        raise typer.BadParameter(f"{name} is {text!r}; allowed: token ids with commas between") from None
+
+
+def _bias(entry: str) -> tuple[int, float]:
+    token_id, _, value = entry.partition("=")
+    try:
+        return int(token_id), float(value)
+    except ValueError:
+        raise typer.BadParameter(f"--logit-bias is {entry!r}; allowed: ID=VALUE") from None

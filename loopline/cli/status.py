@@ -1,0 +1,79 @@
+"""`loopline status`: the workers of a running cluster, as its coordinator sees them."""
+
+import dataclasses
+import json
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from loopline.cli.options import Address, Json
+from loopline.client import Client, ClusterStatus, WorkerInfo
+
+
+def status(
+    *,
+    address: Address,
+    as_json: Json = False,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Fail if a worker's block counts do not add up, and name it.")
+    ] = False,
+) -> None:
+    """Show the workers, their blocks and their handoffs."""
+    with Client(address) as client:
+        found = client.status()
+    if as_json:
+        sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
+    else:
+        console = Console()
+        console.print(_table(found))
+        serving = "serving" if found.serving else "not serving"
+        console.print(
+            f"{serving}; {found.running} running, {found.queued} queued; epoch {found.epoch}", highlight=False
+        )
+    faults = audit_faults(found) if audit else []
+    for fault in faults:
+        sys.stderr.write(f"error: {fault}\n")
+    if faults:
+        raise typer.Exit(1)
+
+
+def audit_faults(found: ClusterStatus) -> list[str]:
+    """One line for each worker whose blocks do not add up."""
+    faults = []
+    for worker in found.workers:
+        blocks = worker.blocks
+        if not blocks.adds_up:
+            total = blocks.free + blocks.held + blocks.cached + blocks.quarantined
+            faults.append(
+                f"{worker.name}: free {blocks.free} + held {blocks.held} + cached {blocks.cached} "
+                f"+ quarantined {blocks.quarantined} = {total}, total {blocks.total}"
+            )
+    return faults
+
+
+def _table(found: ClusterStatus) -> Table:
+    table = Table("worker", "role", "state", "pid", "address", "running", "waiting", "blocks", "handoffs", "links")
+    for worker in found.workers:
+        table.add_row(
+            worker.name,
+            worker.role,
+            worker.state,
+            str(worker.pid),
+            worker.address,
+            str(worker.running),
+            str(worker.waiting),
+            _blocks(worker),
+            ", ".join(f"{state} {count}" for state, count in worker.handoffs.items() if count),
+            ", ".join(f"{link.peer} {link.transport} {link.bytes_per_s / 2**20:,.0f} MiB/s" for link in worker.links),
+        )
+    return table
+
+
+def _blocks(worker: WorkerInfo) -> str:
+    blocks = worker.blocks
+    words = [f"{blocks.free} of {blocks.total} free"]
+    words += [f"{getattr(blocks, name)} {name}" for name in ("held", "cached", "quarantined") if getattr(blocks, name)]
+    return ", ".join(words)

@@ -1,0 +1,37 @@
+"""`loopline worker`: one worker process, started by hand on any node that reaches the coordinator."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+
+def worker(
+    *,
+    role: Annotated[Literal["prefill", "decode"], typer.Option(help="What the worker does.", show_default=False)],
+    coordinator: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="The coordinator's address.", show_default=False)
+    ],
+    config: Annotated[Path, typer.Option("--config", metavar="CONFIG", help="Cluster YAML.", show_default=False)],
+    name: Annotated[str | None, typer.Option(help="Its name for people; made up if not given.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on and to be reached at.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; any free one if not given.")] = None,
+) -> None:
+    """Run one worker until it is told to stop."""
+    arguments = ["--config", str(config), "--coordinator", coordinator]
+    for option, value in (("--name", name), ("--host", host), ("--port", port)):
+        if value is not None:
+            arguments += [option, str(value)]
+    raise typer.Exit(_main_of(role)(arguments))
+
+
+def _main_of(role: str) -> Callable[[list[str]], int]:
+    """The worker package's own entry point; only that package is loaded, and torch with it."""
+    if role == "prefill":
+        from prefill_worker.__main__ import main as prefill_main
+
+        return prefill_main
+    from decode_worker.__main__ import main as decode_main
+
+    return decode_main

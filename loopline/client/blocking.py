@@ -1,0 +1,105 @@
+"""The blocking client."""
+
+import time
+from collections.abc import Generator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+
+from loopline.client.convert import (
+    CALL_TIMEOUT_S,
+    POLL_S,
+    error_of,
+    event_of,
+    generate_request,
+    make_options,
+    record_of,
+)
+from loopline.client.records import ClusterStatus, Completion, Event, ModelInfo
+from loopline.errors import CoordinatorUnreachable, DeadlineExceeded
+from loopline.intake import Chat, RequestOptions
+from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
+from loopline.wire.channel import open_blocking_channel
+
+
+class Client:
+    """A blocking client; may be shared by threads. `address` is HOST:PORT of the coordinator."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = open_blocking_channel(address)
+        self._stub: Any = loopline_pb2_grpc.LooplineStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def generate(
+        self, prompt: str | Sequence[int] | Chat, *, label: str = "", deadline_s: float | None = None, **options: Any
+    ) -> Generator[Event, None, None]:
+        """Stream one answer; closing the iterator cancels the request.
+
+        The call is made when the first event is asked for. Raises the error of `loopline.errors` that its status means.
+        """
+        return self.stream(make_options(prompt, options), label=label, deadline_s=deadline_s)
+
+    def stream(
+        self, options: RequestOptions, *, label: str = "", deadline_s: float | None = None
+    ) -> Generator[Event, None, None]:
+        """`generate` with the options as one record."""
+        call = self._stub.Generate(generate_request(options, label, deadline_s))
+        accepted = False
+        try:
+            for message in call:
+                accepted = True
+                yield event_of(message)
+        except grpc.RpcError as error:
+            raise error_of(error, self.address, accepted) from error
+        finally:
+            call.cancel()
+
+    def complete(
+        self, prompt: str | Sequence[int] | Chat, *, label: str = "", deadline_s: float | None = None, **options: Any
+    ) -> Completion:
+        """One whole answer."""
+        completion = Completion()
+        for event in self.generate(prompt, label=label, deadline_s=deadline_s, **options):
+            completion = completion.after(event)
+        return completion
+
+    def model(self) -> ModelInfo:
+        """What is served."""
+        return record_of(ModelInfo, self._call("GetModel", loopline_pb2.GetModelRequest()))
+
+    def status(self) -> ClusterStatus:
+        """The workers and the queue."""
+        return record_of(ClusterStatus, self._call("GetStatus", loopline_pb2.GetStatusRequest()))
+
+    def wait_serving(self, timeout_s: float) -> None:
+        """Return when a request could run. Raises CoordinatorUnreachable or DeadlineExceeded after `timeout_s`."""
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                if self.status().serving:
+                    return
+            except CoordinatorUnreachable:
+                if time.monotonic() >= end_s:
+                    raise
+            if time.monotonic() >= end_s:
+                raise DeadlineExceeded(f"the cluster at {self.address} does not serve after {timeout_s:g} s")
+            time.sleep(POLL_S)
+
+    def close(self) -> None:
+        """Close the channel; running calls are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, name: str, request: Any) -> Any:
+        try:
+            return getattr(self._stub, name)(request, timeout=CALL_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise error_of(error, self.address, False) from error

@@ -1,0 +1,136 @@
+"""What a client sees of a cluster: the events of an answer, what is served, the workers. Frozen; no gRPC."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loopline.messages import BlockCounts, HandoffStats
+from loopline.request import FinishReason, Route, Timing, TokenLogprobs, Usage
+
+
+@dataclass(frozen=True)
+class Token:
+    """One generated token; `depth` is the number of loops that it ran."""
+
+    id: int
+    depth: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """First event: the request is known to the cluster under this id."""
+
+    request_id: str
+    seed: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens, and the whole characters that are certain by now."""
+
+    tokens: tuple[Token, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Last event. `text` is what was still held back; `has_text` is false without a tokenizer."""
+
+    reason: FinishReason
+    text: str
+    has_text: bool
+    usage: Usage
+    timing: Timing
+    route: Route
+    handoff: HandoffStats
+
+
+Event = Accepted | Chunk | Finished
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer. `finished` is None while it runs, and where it ended in an error."""
+
+    accepted: Accepted | None = None
+    tokens: tuple[Token, ...] = ()
+    text: str | None = ""
+    finished: Finished | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(token.id for token in self.tokens)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self.finished is None else self.finished.reason
+
+    def after(self, event: Event) -> "Completion":
+        """The answer with one more event in it."""
+        if isinstance(event, Accepted):
+            return dataclasses.replace(self, accepted=event)
+        text = (self.text or "") + event.text
+        if isinstance(event, Chunk):
+            return dataclasses.replace(self, tokens=self.tokens + event.tokens, text=text)
+        return dataclasses.replace(self, text=text if event.has_text else None, finished=event)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """What a cluster serves, and what requests are checked against."""
+
+    name: str
+    family: str
+    dtype: str
+    vocab_size: int
+    context_tokens: int
+    default_loops: int
+    max_loops: int
+    has_tokenizer: bool
+    has_chat_template: bool
+    kv_bytes_per_token: int
+    arena_tokens: int
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkInfo:
+    """A prefill worker's link to a decode worker, as its warm-up measured it."""
+
+    peer: str
+    transport: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """One worker as the coordinator sees it."""
+
+    name: str
+    role: str
+    state: str
+    pid: int
+    address: str
+    uuid: str
+    epoch: int
+    running: int
+    waiting: int
+    blocks: BlockCounts
+    handoffs: Mapping[str, int]
+    ignored: Mapping[str, int]
+    step: int
+    heartbeat_age_s: float
+    links: tuple[LinkInfo, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterStatus:
+    """The cluster as the coordinator sees it."""
+
+    workers: tuple[WorkerInfo, ...]
+    queued: int
+    running: int
+    serving: bool
+    epoch: int

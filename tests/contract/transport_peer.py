@@ -1,0 +1,46 @@
+"""The other process of the transport suite: a NIXL agent that owns a small arena and polls. Run as a script.
+
+Reads one command a line on stdin, answers one JSON object a line on stdout:
+`describe`, `expect COUNT` (poll until COUNT notices came), `sum` (of the arena's bytes), `quit`. It polls only in
+`expect`.
+"""
+
+import json
+import sys
+import time
+
+import numpy as np
+
+from kvtransfer.nixl_agent import NixlAgent
+from loopline.settings import TransferSettings
+
+DEADLINE_S = 30.0
+
+
+def main() -> None:
+    name, num_bytes = sys.argv[1], int(sys.argv[2])
+    agent = NixlAgent(name, TransferSettings(ucx=(("TLS", "tcp"), ("NET_DEVICES", "lo"))))
+    arena = np.zeros(num_bytes, dtype=np.uint8)
+    agent.register(arena.ctypes.data, num_bytes, "DRAM", 0)
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        answer: dict[str, object] = {}
+        if command == "describe":
+            answer = {"metadata": agent.metadata().hex(), "address": arena.ctypes.data}
+        elif command == "expect":
+            notices: list[tuple[str, str]] = []
+            deadline_s = time.monotonic() + DEADLINE_S
+            while len(notices) < int(arguments[0]) and time.monotonic() < deadline_s:
+                notices += [(peer, notice.hex()) for peer, notice in agent.take_notices()]
+            answer = {"notices": notices, "sum": int(arena.sum(dtype=np.uint64))}
+        elif command == "sum":
+            answer = {"sum": int(arena.sum(dtype=np.uint64))}
+        elif command == "quit":
+            break
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    agent.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""A prefill and a decode worker's cores in one thread, with real engines, real copies (local transport) and every
+message in a queue that the test delivers when it likes. Nothing runs by itself.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from decode_worker.handoff_in import DecodePorts, HandoffIn
+from decode_worker.policy import DecodePolicy
+from kvtransfer.commands import Close, Command, CommitHandoff, ConnectPeer, Event, OpenHandoff, Push
+from kvtransfer.local_agent import LocalAgent, LocalHub
+from kvtransfer.receiver import Receiver
+from kvtransfer.region import ArenaSpan, RegisteredRegion
+from kvtransfer.sender import Sender
+from loopline.clock import MonotonicClock
+from loopline.engine.engine import Engine
+from loopline.messages import (
+    CloseHandoff,
+    CloseState,
+    Commit,
+    CommitAnswer,
+    HandoffClosed,
+    HandoffKey,
+    Peer,
+    WorkerId,
+    WorkerMessage,
+)
+from loopline.settings import EngineSettings, SchedulerSettings
+from loopline.wire.convert import decode_push_notice, encode_push_notice
+from loopline.worker.events import CloseAsked, CommitReceived, WriterClosed
+from prefill_worker.handoff_out import HandoffOut, PrefillPorts
+from prefill_worker.policy import PrefillPolicy
+from tests.support.golden import GOLDEN
+
+BLOCK_SIZE = 4
+PUSH_TIMEOUT_S = 60.0
+
+
+def make_engines(num_blocks: int = 24, chunk_tokens: int = 8) -> tuple[Engine, Engine]:
+    """A prefill and a decode engine on a tiny random Ouro; reusable by many Pairs, one after the other."""
+    scheduler = SchedulerSettings(max_running=4, chunk_tokens=chunk_tokens)
+    settings = EngineSettings(
+        model_path=str(GOLDEN / "ouro_fp32"), block_size=BLOCK_SIZE, num_blocks=num_blocks, scheduler=scheduler
+    )
+    return Engine(settings, PrefillPolicy()), Engine(settings, DecodePolicy())
+
+
+def span_of(engine: Engine) -> ArenaSpan:
+    return ArenaSpan(
+        base_address=engine.arena.base_address,
+        block_bytes=engine.layout.block_bytes,
+        num_blocks=engine.arena.num_blocks,
+        null_block=engine.arena.null_block,
+    )
+
+
+@dataclass
+class Channels:
+    """Everything that is on its way. Each deque is one ordered channel; commits and closes are unordered lists."""
+
+    from_prefill: deque[WorkerMessage] = field(default_factory=deque)
+    from_decode: deque[WorkerMessage] = field(default_factory=deque)
+    commands: deque[Command] = field(default_factory=deque)
+    commits: list[Commit] = field(default_factory=list)
+    closes: list[HandoffKey] = field(default_factory=list)
+    close_answers: list[HandoffClosed] = field(default_factory=list)
+    prefill_events: deque[Event] = field(default_factory=deque)
+    decode_events: deque[Event] = field(default_factory=deque)
+
+
+class Pair:
+    """Both cores and what lies between them."""
+
+    def __init__(self, prefill_engine: Engine, decode_engine: Engine, name: str) -> None:
+        self.prefill_engine, self.decode_engine = prefill_engine, decode_engine
+        self.channels = Channels()
+        self.prefill_peer = Peer(WorkerId(f"{name}-p", 1), "prefill-0", "nowhere:1")
+        self.decode_peer = Peer(WorkerId(f"{name}-d", 1), "decode-0", "nowhere:2")
+        hub, clock = LocalHub(), MonotonicClock()
+        self._prefill_agent = LocalAgent(self.prefill_peer.worker.agent_name, hub)
+        self._decode_agent = LocalAgent(self.decode_peer.worker.agent_name, hub)
+        source = RegisteredRegion(self._prefill_agent, span_of(prefill_engine)).manifest
+        target = RegisteredRegion(self._decode_agent, span_of(decode_engine)).manifest
+        self.sender = Sender(
+            self._prefill_agent,
+            source,
+            encode_push_notice,
+            PUSH_TIMEOUT_S,
+            clock,
+            self.channels.prefill_events.append,
+        )
+        self.receiver = Receiver(self._decode_agent, decode_push_notice, clock, self.channels.decode_events.append)
+        self.prefill = HandoffOut(
+            prefill_engine,
+            PrefillPorts(
+                to_coordinator=self.channels.from_prefill.append,
+                to_transfer=self.channels.commands.append,
+                deliver_commit=lambda peer, commit: self.channels.commits.append(commit),
+                identity=lambda: self.prefill_peer.worker,
+            ),
+            clock,
+        )
+        self.decode = HandoffIn(
+            decode_engine,
+            DecodePorts(
+                to_coordinator=self.channels.from_decode.append,
+                to_transfer=lambda command: None,
+                ask_close=lambda key, writer: self.channels.closes.append(key),
+            ),
+            clock,
+        )
+        self._connect(target)
+
+    def _connect(self, target: object) -> None:
+        self.sender.connect(ConnectPeer(self.decode_peer, self._decode_agent.metadata(), target))  # type: ignore[arg-type]
+        for _ in range(8):
+            self.poll_receiver()
+            self.poll_sender()
+        self.deliver_prefill_events()
+        ready = self.channels.from_prefill.popleft()
+        assert type(ready).__name__ == "PairReady", ready
+
+    # ---- one thing at a time; each returns whether there was anything to do
+
+    def step_prefill(self) -> bool:
+        outcome = self.prefill_engine.step()
+        if outcome is not None:
+            self.prefill.stepped(outcome)
+        return outcome is not None
+
+    def step_decode(self) -> bool:
+        outcome = self.decode_engine.step()
+        if outcome is not None:
+            self.decode.stepped(outcome)
+        return outcome is not None
+
+    def carry_out_command(self) -> bool:
+        """The transfer thread takes one command."""
+        if not self.channels.commands:
+            return False
+        command = self.channels.commands.popleft()
+        match command:
+            case OpenHandoff():
+                self.sender.open(command)
+            case Push():
+                self.sender.push(command)
+            case CommitHandoff():
+                self.sender.commit(command)
+            case Close():
+                self.sender.close(command)
+            case _:
+                raise AssertionError(command)
+        return True
+
+    def poll_sender(self) -> bool:
+        return self.sender.poll()
+
+    def poll_receiver(self) -> bool:
+        return self.receiver.poll()
+
+    def deliver_prefill_events(self) -> bool:
+        return self._deliver(self.channels.prefill_events, self.prefill)
+
+    def deliver_decode_events(self) -> bool:
+        return self._deliver(self.channels.decode_events, self.decode)
+
+    def _deliver(self, events: deque[Event], core: HandoffOut | HandoffIn) -> bool:
+        if not events:
+            return False
+        core.handle(events.popleft())
+        return True
+
+    def deliver_commit(self, index: int = 0, repeat: bool = False) -> list[CommitAnswer]:
+        """Bring one commit over; kept for another delivery if `repeat`."""
+        if not self.channels.commits:
+            return []
+        at = index % len(self.channels.commits)
+        commit = self.channels.commits[at] if repeat else self.channels.commits.pop(at)
+        answers: list[CommitAnswer] = []
+        self.decode.handle(CommitReceived(commit, answers.append))
+        return answers
+
+    def deliver_close(self, index: int = 0) -> bool:
+        """Bring one CloseHandoff over, or a closed writer's answer back."""
+        if self.channels.close_answers:
+            closed = self.channels.close_answers.pop(index % len(self.channels.close_answers))
+            if closed.state is not CloseState.PENDING:
+                self.decode.handle(WriterClosed(closed.key, closed.state))
+            return True
+        if not self.channels.closes:
+            return False
+        key = self.channels.closes.pop(index % len(self.channels.closes))
+        close = CloseHandoff(key, self.prefill_peer.worker)
+        self.prefill.handle(CloseAsked(close, self.channels.close_answers.append))
+        return True
+
+    def settle(self, limit: int = 10_000) -> None:
+        """Deliver everything, fairly, until nothing is left to do."""
+        for _ in range(limit):
+            moved = [
+                self.carry_out_command(),
+                self.poll_receiver(),
+                self.poll_sender(),
+                self.deliver_prefill_events(),
+                self.deliver_decode_events(),
+                bool(self.deliver_commit()),
+                self.deliver_close(),
+                self.step_prefill(),
+                self.step_decode(),
+            ]
+            if not any(moved):
+                return
+        raise AssertionError("the pair does not settle")
+
+    def audit(self) -> None:
+        self.prefill_engine.ledger.audit()
+        self.decode_engine.ledger.audit()
+
+    def close(self) -> None:
+        self._prefill_agent.close()
+        self._decode_agent.close()

@@ -1,0 +1,106 @@
+"""Command lines: what they accept, and what they answer without a cluster."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from loopline.cli.main import app, main
+from loopline.cli.options import request_options
+from loopline.cli.status import audit_faults
+from loopline.client import ClusterStatus, WorkerInfo
+from loopline.intake import Chat, RequestOptions
+from loopline.messages import BlockCounts
+from loopline.request import InitialState
+
+ROOT = Path(__file__).parents[3]
+RUNNER = CliRunner()
+
+
+def test_options_become_one_record() -> None:
+    options = request_options(
+        prompt_ids="1, 2,3",
+        stop=["a", "b"],
+        stop_token_ids="4",
+        logit_bias=["7=-1.5", "8=2"],
+        seed=2**64 - 1,
+        initial_state=InitialState.ZEROS,
+    )
+    assert options == RequestOptions(
+        prompt=(1, 2, 3),
+        stop=("a", "b"),
+        stop_token_ids=(4,),
+        logit_bias={7: -1.5, 8: 2.0},
+        seed=2**64 - 1,
+        initial_state=InitialState.ZEROS,
+    )
+    assert request_options(prompt="hi", chat=True).prompt == Chat((("user", "hi"),))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, "either --prompt"),
+        ({"prompt": "x", "prompt_ids": "1"}, "either --prompt"),
+        ({"prompt_ids": "1", "chat": True}, "either --prompt"),
+        ({"prompt_ids": "1,x"}, "--prompt-ids is '1,x'"),
+        ({"prompt": "x", "logit_bias": ["7"]}, "--logit-bias is '7'"),
+    ],
+)
+def test_an_option_that_cannot_be_read_is_named(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(typer.BadParameter, match=words):
+        request_options(**values)
+
+
+@pytest.mark.parametrize("command", ["launch", "generate", "run", "status", "check", "worker", "demo"])
+def test_every_command_has_help(command: str) -> None:
+    result = RUNNER.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_a_plan_of_a_shipped_configuration() -> None:
+    result = RUNNER.invoke(app, ["check", str(ROOT / "configs/local-cpu.yaml"), "--json"])
+    assert result.exit_code == 0
+    plan = json.loads(result.output)
+    assert (plan["num_planes"], plan["token_bytes"], plan["block_bytes"]) == (24, 49_152, 786_432)
+    assert plan["workers"]["decode"]["tokens"] == 16 * plan["workers"]["decode"]["num_blocks"]
+    assert "blocks" in RUNNER.invoke(app, ["check", str(ROOT / "configs/local-cpu.yaml")]).output
+
+
+def test_an_error_is_one_line_and_a_status(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["loopline", "check", str(tmp_path / "none.yaml")])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none.yaml'}: no such file\n"
+
+
+def test_an_audit_names_the_worker_that_does_not_add_up() -> None:
+    def worker(name: str, blocks: BlockCounts) -> WorkerInfo:
+        return WorkerInfo(
+            name=name,
+            role="decode",
+            state="ready",
+            pid=1,
+            address="",
+            uuid="",
+            epoch=1,
+            running=0,
+            waiting=0,
+            blocks=blocks,
+            handoffs={},
+            ignored={},
+            step=0,
+            heartbeat_age_s=0.0,
+            links=(),
+        )
+
+    workers = (worker("d0", BlockCounts(1, 2, 3, 4, 10)), worker("d1", BlockCounts(1, 0, 0, 0, 2)))
+    status = ClusterStatus(workers=workers, queued=0, running=0, serving=True, epoch=1)
+    assert audit_faults(status) == ["d1: free 1 + held 0 + cached 0 + quarantined 0 = 1, total 2"]

@@ -1,0 +1,109 @@
+"""A real coordinator process and scripted worker processes under the launcher."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.launcher import LocalLauncher
+from loopline.errors import OperatorError, PeerLost
+from loopline.messages import Role
+from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
+from loopline.wire.channel import open_channel
+from tests.unit.coordinator.cluster import MODEL, WAIT_S, token_at, until
+
+SCRIPTED = dict.fromkeys(Role, "tests.unit.coordinator.scripted_process")
+LAUNCH_S = 30.0
+
+
+def write_config(folder: Path, model: Path = MODEL, restart: str = "always") -> Path:
+    path = folder / "cluster.yaml"
+    path.write_text(
+        f"model: {{path: {model}}}\n"
+        "membership: {lease_s: 1.0, drain_limit_s: 2.0}\n"
+        f"launcher: {{restart: {restart}}}\n"
+    )
+    return path
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+async def generate(address: str) -> list[int]:
+    stub: Any = loopline_pb2_grpc.LooplineStub
+    message = loopline_pb2.GenerateRequest(text=b"hello", sampling=loopline_pb2.SamplingParams(max_tokens=5))
+    async with open_channel(address) as channel:
+        return [token.id async for event in stub(channel).Generate(message) for token in event.chunk.tokens]
+
+
+def test_a_cluster_from_start_to_stop(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalLauncher(
+            write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
+        ) as launcher:
+            await launcher.wait_serving(LAUNCH_S)
+            assert await generate(launcher.address) == [token_at(position) for position in range(5, 10)]
+            first = launcher.pids
+            assert sorted(first) == ["coordinator", "decode-0", "prefill-0"]
+            os.kill(first["decode-0"], signal.SIGKILL)
+            await until(lambda: launcher.pids.get("decode-0", first["decode-0"]) != first["decode-0"], "a new process")
+            assert await generate(launcher.address) == [token_at(position) for position in range(5, 10)]
+            os.kill(launcher.pids["prefill-0"], signal.SIGSTOP)  # its lease runs out, and it does not come back
+            await until(lambda: launcher.pids.get("prefill-0", first["prefill-0"]) != first["prefill-0"], "replaced")
+            last = launcher.pids
+            began_s = time.monotonic()
+            waiter = asyncio.ensure_future(launcher.wait_stopped())
+            await launcher.stop(2.0)
+            await waiter
+            assert time.monotonic() - began_s < WAIT_S
+            assert launcher.pids == {} and all(is_gone(pid) for pid in (*first.values(), *last.values()))
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_that_cannot_start_ends_the_launch_with_its_message(tmp_path: Path) -> None:
+    async def main() -> None:
+        launcher = LocalLauncher(write_config(tmp_path, tmp_path / "nowhere"), run_dir=tmp_path / "run", port=0)
+        with pytest.raises(
+            OperatorError, match=r"coordinator ended with exit status 2(.|\n)*config.json: no such file"
+        ):
+            async with launcher:
+                pass
+        assert launcher.pids == {}
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_cannot_start_ends_the_launch_with_its_message(tmp_path: Path) -> None:
+    async def main() -> None:
+        modules = {Role.PREFILL: SCRIPTED[Role.PREFILL], Role.DECODE: "tests.unit.coordinator.nowhere"}
+        async with LocalLauncher(
+            write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=modules
+        ) as launcher:
+            with pytest.raises(OperatorError, match=r"decode-0 ended with exit status 1(.|\n)*nowhere"):
+                await launcher.wait_serving(LAUNCH_S)
+            pids = launcher.pids
+        assert all(is_gone(pid) for pid in pids.values())
+
+    asyncio.run(main())
+
+
+def test_the_coordinators_end_ends_the_launch(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalLauncher(
+            write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
+        ) as launcher:
+            os.kill(launcher.pids["coordinator"], signal.SIGKILL)
+            with pytest.raises(PeerLost, match="coordinator ended with exit status -9"):
+                await launcher.wait_stopped()
+
+    asyncio.run(main())

@@ -1,0 +1,49 @@
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+from coordinator.processes import Child, end_children, start_child
+from tests.unit.coordinator.cluster import until
+
+MODULE = "tests.unit.coordinator.stubborn_process"
+
+
+async def started(folder: Path, *arguments: str) -> Child:
+    log_path = folder / "child.log"
+    log_path.unlink(missing_ok=True)
+    child = await start_child("child", MODULE, arguments, log_path)
+    await until(lambda: "started" in log_path.read_text(), "it runs")
+    return child
+
+
+def test_a_child_leaves_when_its_parent_is_gone(tmp_path: Path) -> None:
+    async def main() -> None:
+        child = await started(tmp_path, "--stubborn")
+        assert os.getsid(child.pid) == child.pid  # not in the terminal's session
+        os.close(child.life_fd)  # as the kernel does when the parent dies
+        assert await child.process.wait() == 0
+
+    asyncio.run(main())
+
+
+def test_a_child_that_does_not_leave_is_killed_at_the_limit(tmp_path: Path) -> None:
+    async def main() -> None:
+        willing, stubborn = await started(tmp_path), await started(tmp_path, "--stubborn")
+        reaped = [asyncio.ensure_future(child.reap()) for child in (willing, stubborn)]
+        await end_children([willing, stubborn], 0.3)
+        assert not willing.is_alive and not stubborn.is_alive
+        assert await asyncio.gather(*reaped) == [-signal.SIGTERM, -signal.SIGKILL]
+        await end_children([willing, stubborn], 0.3)
+
+    asyncio.run(main())
+
+
+def test_an_end_is_described_with_the_log(tmp_path: Path) -> None:
+    async def main() -> None:
+        child = await start_child("prefill-0", MODULE, ["--fail"], tmp_path / "log")
+        assert await child.reap() == 1
+        assert "prefill-0 ended with exit status 1" in child.describe_end()
+        assert "the machine has no such thing" in child.describe_end()
+
+    asyncio.run(main())

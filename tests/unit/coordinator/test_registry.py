@@ -1,0 +1,121 @@
+import logging
+
+import pytest
+
+from coordinator.effects import Send
+from coordinator.registry import Joined, Refused, Registry
+from loopline.messages import Pair, PairFailed, PairReady, PeerGone, Role, WorkerState
+from tests.unit.coordinator.builders import OTHER_FINGERPRINT, heartbeat, peer, register
+
+P, D = register("prefill-0", Role.PREFILL, pid=10), register("decode-0", Role.DECODE, pid=11)
+
+
+def joined(registry: Registry, *registers: object) -> None:
+    for one in registers:
+        assert isinstance(registry.join(one, 0.0), Joined)  # type: ignore[arg-type]
+
+
+def states(registry: Registry, now_s: float = 0.0) -> dict[str, WorkerState]:
+    return {view.peer.name: view.state for view in registry.snapshot(now_s, {}).workers}
+
+
+@pytest.mark.parametrize("order", [(P, D), (D, P)])
+def test_whoever_joins_second_makes_the_pair(order: tuple[object, object]) -> None:
+    registry = Registry(3.0)
+    joined(registry, order[0])
+    answer = registry.join(order[1], 0.0)  # type: ignore[arg-type]
+    assert isinstance(answer, Joined)
+    assert answer.commands == (Send(P.peer.worker, Pair(D.peer)),)
+
+
+def test_a_pair_makes_both_ready() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D)
+    assert states(registry) == {"prefill-0": WorkerState.STARTING, "decode-0": WorkerState.STARTING}
+    assert registry.pair_ready(P.peer.worker, PairReady(D.peer.worker, "tcp", 1e9))
+    assert states(registry) == {"prefill-0": WorkerState.READY, "decode-0": WorkerState.READY}
+    snapshot = registry.snapshot(0.0, {})
+    assert snapshot.has_ready_pair
+    assert snapshot.workers[0].links[0].decode_name == "decode-0"
+    assert snapshot.arena_tokens() == 64 * 16
+
+
+def test_a_name_is_taken_while_its_worker_lives() -> None:
+    registry = Registry(3.0)
+    joined(registry, P)
+    answer = registry.join(register("prefill-0", Role.PREFILL, uuid="another"), 0.0)
+    assert isinstance(answer, Refused) and "prefill-0 is alive at 127.0.0.1:prefill-0" in answer.reason
+    registry.lose(P.peer.worker, proven=False)
+    joined(registry, register("prefill-0", Role.PREFILL, uuid="another"))
+    assert isinstance(registry.join(P, 0.0), Refused)  # a lost life does not come back
+
+
+def test_a_later_epoch_of_the_same_process_takes_over() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D)
+    answer = registry.join(register("prefill-0", Role.PREFILL, epoch=2, pid=10), 0.0)
+    assert isinstance(answer, Joined) and answer.superseded == P.peer.worker
+    assert [send.message for send in answer.commands] == [Pair(D.peer)]
+
+
+def test_other_fingerprints_form_a_group_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry(3.0)
+    joined(registry, P)
+    other = register("decode-1", Role.DECODE, fingerprint=OTHER_FINGERPRINT)
+    with caplog.at_level(logging.WARNING):
+        answer = registry.join(other, 0.0)
+    assert isinstance(answer, Joined) and answer.commands == ()
+    assert "weights: w2 here, w1 there" in caplog.text
+    assert not registry.pair_ready(P.peer.worker, PairReady(other.peer.worker, "tcp", 1.0))
+    assert registry.snapshot(0.0, {}).arena_tokens() is None
+
+
+def test_a_lease_lapses_without_heartbeats() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D)
+    registry.heartbeat(P.peer.worker, heartbeat(), 2.0)
+    assert registry.expired(2.9) == []
+    assert registry.next_expiry_s() == 3.0
+    assert registry.expired(3.0) == [D.peer.worker]
+    assert registry.expired(5.0) == [P.peer.worker, D.peer.worker]
+
+
+def test_a_loss_is_told_to_the_other_role_and_again_with_its_proof() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D, register("prefill-1", Role.PREFILL))
+    registry.pair_ready(P.peer.worker, PairReady(D.peer.worker, "tcp", 1.0))
+    assert registry.lose(P.peer.worker, proven=False) == [Send(D.peer.worker, PeerGone(P.peer.worker, False))]
+    assert states(registry)["prefill-0"] is WorkerState.LOST
+    assert states(registry)["decode-0"] is WorkerState.STARTING
+    assert registry.lose(P.peer.worker, proven=False) == []
+    assert registry.with_pid(10) == [P.peer.worker]
+    assert registry.lose(P.peer.worker, proven=True) == [Send(D.peer.worker, PeerGone(P.peer.worker, True))]
+    assert registry.with_pid(10) == []
+    assert registry.lose(P.peer.worker, proven=True) == []
+
+
+def test_a_failed_pair_is_tried_again_with_the_next_heartbeat() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D)
+    registry.pair_failed(P.peer.worker, PairFailed(D.peer.worker, "refused"))
+    assert registry.heartbeat(P.peer.worker, heartbeat(), 1.0) == [Send(P.peer.worker, Pair(D.peer))]
+    assert registry.heartbeat(P.peer.worker, heartbeat(), 2.0) == []
+
+
+def test_a_refusal_lasts_to_the_next_heartbeat_and_draining_shows() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D)
+    registry.pair_ready(P.peer.worker, PairReady(D.peer.worker, "tcp", 1.0))
+    registry.refused(D.peer.worker)
+    assert [view.takes_work for view in registry.snapshot(0.0, {}).workers] == [True, False]
+    registry.heartbeat(D.peer.worker, heartbeat(), 1.0)
+    assert [view.takes_work for view in registry.snapshot(0.0, {}).workers] == [True, True]
+    registry.heartbeat(D.peer.worker, heartbeat(draining=True), 2.0)
+    assert states(registry)["decode-0"] is WorkerState.DRAINING
+    assert not registry.snapshot(0.0, {}).has_ready_pair
+
+
+def test_a_pair_with_somebody_unknown_is_not_ready() -> None:
+    registry = Registry(3.0)
+    joined(registry, P)
+    assert not registry.pair_ready(P.peer.worker, PairReady(peer("decode-9").worker, "tcp", 1.0))

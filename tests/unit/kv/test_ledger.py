@@ -1,0 +1,73 @@
+"""The written contract and the order of release, by example."""
+
+import pytest
+
+from loopline.errors import InvariantBroken, WrittenContractBroken
+from loopline.kv.ledger import Ledger
+
+
+def test_depth_is_part_of_the_contract() -> None:
+    ledger = Ledger(8, 4)
+    allocation = ledger.reserve(16, 16)
+    assert allocation is not None
+    ledger.begin_run(allocation, 0, 6, 2, step=1)
+    ledger.mark_written(allocation, 0, 6, 2)
+    ledger.begin_run(allocation, 6, 1, 2, step=2)
+    ledger.begin_run(allocation, 6, 1, 1, step=2)
+    with pytest.raises(WrittenContractBroken, match="depth 3"):
+        ledger.begin_run(allocation, 6, 1, 3, step=2)
+    ledger.mark_written(allocation, 6, 2, 1)
+    assert ledger.written_tokens(allocation, 1) == 8
+    assert ledger.written_tokens(allocation, 2) == 6
+    with pytest.raises(WrittenContractBroken):
+        ledger.begin_run(allocation, 8, 1, 2, step=3)
+
+
+def test_a_gap_cannot_be_marked_written() -> None:
+    ledger = Ledger(8, 4)
+    allocation = ledger.reserve(16, 16)
+    assert allocation is not None
+    with pytest.raises(WrittenContractBroken, match="unwritten"):
+        ledger.mark_written(allocation, 1, 2, 1)
+
+
+def test_rewriting_replaces_the_depth_from_there_on() -> None:
+    ledger = Ledger(8, 4)
+    allocation = ledger.reserve(16, 16)
+    assert allocation is not None
+    ledger.mark_written(allocation, 0, 8, 3)
+    ledger.mark_written(allocation, 5, 3, 1)
+    assert ledger.written_tokens(allocation, 3) == 5
+    assert ledger.written_tokens(allocation, 1) == 8
+
+
+def test_a_released_block_waits_for_its_last_step() -> None:
+    ledger = Ledger(2, 4)
+    first = ledger.reserve(8, 8)
+    assert first is not None
+    ledger.begin_run(first, 0, 8, 1, step=7)
+    ledger.release(first)
+    assert ledger.reserve(4, 4) is None
+    assert ledger.counts().held == 2
+    ledger.audit()
+    ledger.step_done(6)
+    assert ledger.reserve(4, 4) is None
+    ledger.step_done(7)
+    assert ledger.reserve(8, 8) is not None
+    ledger.audit()
+
+
+def test_another_ledgers_allocation_is_refused() -> None:
+    foreign = Ledger(2, 4).reserve(4, 4)
+    assert foreign is not None
+    with pytest.raises(InvariantBroken):
+        Ledger(2, 4).release(foreign)
+
+
+def test_blocks_of_another_allocation_cannot_be_quarantined() -> None:
+    ledger = Ledger(4, 4)
+    one, two = ledger.reserve(4, 4), ledger.reserve(4, 4)
+    assert one is not None and two is not None
+    with pytest.raises(InvariantBroken, match="not of this allocation"):
+        ledger.quarantine(one, ledger.block_ids(two))
+    ledger.audit()

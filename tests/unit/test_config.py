@@ -1,0 +1,127 @@
+"""A cluster YAML: defaults, paths, slices, and the one error that names file, key, value and what is allowed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pydantic
+import pytest
+
+from loopline.config import ClusterConfig, ModelConfig, load_config
+from loopline.errors import ConfigError
+
+
+def _write(folder: Path, text: str) -> Path:
+    path = folder / "two-workers.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _fault(folder: Path, text: str) -> str:
+    path = _write(folder, text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    return message.removeprefix(f"{path}: ")
+
+
+def test_a_path_alone_is_a_whole_configuration(tmp_path: Path) -> None:
+    config = load_config(_write(tmp_path, "model: {path: models/x}"))
+    assert config.name == "two-workers"
+    assert config.model.path == str(tmp_path.resolve() / "models/x")
+    assert (config.prefill.max_running, config.decode.max_running) == (4, 32)
+    assert config.limits.max_message_bytes == 16 * 1024 * 1024
+
+
+def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
+    text = """
+        model: {path: /m, dtype: fp32, max_loops: 3}
+        kv: {block_size: 8}
+        prefill: {num_blocks: 7, chunk_tokens: 64}
+        decode: {num_blocks: 9, deterministic: false, num_threads: 2}
+        transfer: {ucx: {UCX_TLS: tcp, UCX_A: "1"}, error_mode: none}
+    """
+    config = load_config(_write(tmp_path, text))
+    prefill = config.worker_settings("prefill", "p0", "127.0.0.1:5")
+    decode = config.worker_settings("decode", "d0", "127.0.0.1:5", port=77)
+    assert (prefill.engine.num_blocks, prefill.engine.scheduler.chunk_tokens, prefill.port) == (7, 64, 0)
+    assert (decode.engine.num_blocks, decode.engine.num_threads, decode.port) == (9, 2, 77)
+    assert decode.engine.model_path == "/m"
+    assert (decode.engine.dtype, decode.engine.max_loops, decode.engine.block_size) == ("fp32", 3, 8)
+    assert decode.transfer.ucx == (("UCX_A", "1"), ("UCX_TLS", "tcp"))
+    with pytest.raises(ConfigError, match="prefill, decode"):
+        config.worker_settings("both", "x", "y")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: x", "model is missing; needed: a mapping with the keys path, dtype"),
+        ("model: {}", "model.path is missing; needed: text"),
+        ("model: {path: ''}", "model.path is ''; allowed: text"),
+        ("model: {path: m, dtype: fp8}", "model.dtype is 'fp8'; allowed: auto or fp32 or bf16"),
+        ("model: {path: m, depth: 3}", "model.depth: no such key; allowed: path, dtype, max_loops, initial_state"),
+        ("model: {path: m}\nprefil: {}", "prefil: no such key; allowed: name, model, kv,"),
+        ("model: {path: m}\nkv: {block_size: 0}", "kv.block_size is 0; allowed: a whole number, at least 1"),
+        ("model: {path: m}\nkv: {block_size: '16'}", "kv.block_size is '16'; allowed: a whole number, at least 1"),
+        ("model: {path: m}\nkv: 16", "kv is 16; allowed: a mapping with the keys block_size"),
+        (
+            "model: {path: m}\ndecode: {num_blocks: x}",
+            "decode.num_blocks is 'x'; allowed: a whole number, at least 1 or",
+        ),
+        ("model: {path: m}\ndecode: {device: tpu}", "decode.device is 'tpu'; allowed: cpu, cuda or cuda:N"),
+        ("model: {path: m}\ndecode: {deterministic: 1}", "decode.deterministic is 1; allowed: true or false"),
+        (
+            "model: {path: m}\ncoordinator: {port: 70000}",
+            "coordinator.port is 70000; allowed: a whole number, at least 0, at most 65535",
+        ),
+        ("model: {path: m}\nmembership: {lease_s: 0}", "membership.lease_s is 0; allowed: a number, above 0"),
+        ("model: {path: m}\nmembership: {lease_s: .nan}", "membership.lease_s is nan; allowed: a number, above 0"),
+        ("model: {path: m}\ntransfer: {ucx: {TLS: tcp}}", "transfer.ucx.TLS is 'TLS'; allowed: a mapping"),
+        ("model: {path: m}\ntransfer: {ucx: {UCX_A: 1}}", "transfer.ucx.UCX_A is 1; allowed: a mapping of UCX"),
+        (
+            "model: {path: m}\nprefill: {chunk_tokens: 40}",
+            "prefill.chunk_tokens is 40; allowed: a multiple of kv.block",
+        ),
+        ("model: {path: m}\ndecode: {num_threads: 2}", "decode.num_threads is 2; allowed: 1, or more with determin"),
+        ("- a\n- b", "holds ['a', 'b']; allowed: a mapping with the keys name, model"),
+        ("", "holds None; allowed: a mapping"),
+        ("model: {path: m}\n? [a]\n: b", "line 2"),
+        ("model: {path: m}\n5: b", "5: no such key; allowed: name, model"),
+        ("model: {path: m}\nkv: {7: 5}", "kv.7: no such key; allowed: block_size"),
+        ("model: {path: m}\nname: [", "line 2, column 8: "),
+        ("model: {path: m}\nname: a\nname: b", "line 3, column 1: the key 'name' is there twice"),
+    ],
+)
+def test_a_fault_names_key_value_and_what_is_allowed(tmp_path: Path, text: str, expected: str) -> None:
+    assert _fault(tmp_path, text).startswith(expected)
+
+
+def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        load_config(tmp_path / "nowhere.yaml")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match=r"binary\.yaml: cannot be read"):
+        load_config(binary)
+
+
+def test_a_configuration_is_frozen_and_checked_when_built_in_code() -> None:
+    config = ClusterConfig(model=ModelConfig(path="m"))
+    with pytest.raises(pydantic.ValidationError):
+        config.name = "other"  # type: ignore[misc]
+    with pytest.raises(pydantic.ValidationError, match="multiple of kv"):
+        ClusterConfig.model_validate({"model": {"path": "m"}, "kv": {"block_size": 48}})
+
+
+def test_every_field_has_a_docstring() -> None:
+    sections = [ClusterConfig, *(field.annotation for field in ClusterConfig.model_fields.values())]
+    for section in sections:
+        if isinstance(section, type) and issubclass(section, pydantic.BaseModel):
+            assert [name for name, field in section.model_fields.items() if not field.description] == []
+
+
+def test_configuration_loads_without_torch() -> None:
+    code = "import sys, loopline.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
