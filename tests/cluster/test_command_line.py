@@ -1,7 +1,6 @@
 """The `loopline` command from outside: real processes, real gRPC, real transfers."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -143,8 +142,8 @@ def test_a_taken_port_ends_the_launch_with_the_reason(tmp_path: Path) -> None:
     assert f"127.0.0.1:{port}" in finished.stderr
 
 
-def test_sigterm_drains_and_leaves_nothing(tmp_path: Path) -> None:
-    cluster = _launch(tmp_path)
+def test_sigterm_drains_and_leaves_nothing(cluster: Cluster) -> None:
+    """The last test of the shared cluster: it ends it."""
     generate = [LOOPLINE, "generate", "--address", cluster.address, "--prompt", PROMPT, "--max-tokens", "48"]
     with subprocess.Popen([*generate, "--ignore-eos"], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
@@ -163,8 +162,9 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         assert running.stdout is not None
         running.stdout.read(1)
         start_s = time.monotonic()
-        os.kill(cluster.process.pid, signal.SIGTERM)
-        time.sleep(0.5)
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.process.stderr is not None
+        assert any("again ends them at once" in line for line in cluster.process.stderr)  # it drains
         status, _ = _stop(cluster)
         assert time.monotonic() - start_s < 5
         running.communicate(timeout=20)

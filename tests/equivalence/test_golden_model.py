@@ -1,6 +1,7 @@
 """Whole prompts through loaded models against what the public modelling code computed (tests/data/golden)."""
 
 import functools
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from loopline.model import LoopedModel, load_model
 from loopline.model.dense import DenseAttention
+from tests.kernels.paged_batch import PagedPrompts, Piece
 from tests.support.golden import (
     BF16_ERROR_FACTOR,
     LOGIT_TOLERANCE,
@@ -98,6 +100,36 @@ def test_states_after_each_loop(name: str) -> None:
         for loop in range(model.spec.default_loops):
             state = model.core_step(loop, state, e, attention)
             assert (state - case.tensors[key][loop]).abs().max() < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["huginn_fp32", "ouro_fp32", "ouro_gqa_fp32"])
+def test_the_paged_path_in_chunks_and_its_planes(name: str) -> None:
+    model = model_of(name)
+    for case in load_case(name).cases:
+        num_tokens = len(case.prompt)
+        paged = PagedPrompts(model, [case.prompt], loops=model.spec.default_loops)
+        if case.s0 is not None:
+            paged.noise = [case.s0[:num_tokens]]
+        cuts = [*range(0, num_tokens, 7), num_tokens]
+        logits = torch.cat([paged.run([Piece(0, start, end - start)])[0] for start, end in pairwise(cuts)])
+        assert (logits - case.logits).abs().max() < LOGIT_TOLERANCE
+        if "kv_keys" not in case.tensors:
+            continue
+        for saved, plane in enumerate(planes_as_saved(model, case)):
+            for side, key in enumerate(("kv_keys", "kv_values")):
+                rows = paged.arena[paged.tables[0], plane, side].flatten(0, 1)[:num_tokens]  # [S, C, d]
+                assert (rows.transpose(0, 1) - case.tensors[key][saved]).abs().max() < LOGIT_TOLERANCE
+
+
+def planes_as_saved(model: LoopedModel, case: GoldenCase) -> list[int]:
+    """The arena's plane (prelude, coda, then loop by loop) of each plane that the case saved."""
+    if not model.uses_initial_state:
+        return list(range(len(case.tensors["kv_keys"])))
+    num_prelude, num_coda = model.spec.num_prelude, model.spec.num_coda
+    return [
+        num_prelude - 1 - public if public < 0 else public if public < num_prelude else public + num_coda
+        for public in case.tensors["kv_planes"].tolist()
+    ]
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -80,8 +80,9 @@ def run_schedule(paged: PagedPrompts, batches: list[list[Piece]]) -> list[Tensor
     return [torch.cat(part) for part in parts]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "fp32") for name in SPECS), ("ouro-64-grouped", "bf16"), ("huginn-160", "bf16")]
+)
 def test_bits_do_not_depend_on_batch_or_chunking(name: str, dtype: str) -> None:
     rng = random.Random(name)
     model = random_model(SPECS[name], dtype=dtype, seed=1)
@@ -99,7 +100,7 @@ def test_bits_do_not_depend_on_batch_or_chunking(name: str, dtype: str) -> None:
         dense = model.prompt_logits(prompt, loops=2, initial_state=state)
         assert torch.isfinite(expected).all()
         assert torch.allclose(expected, dense, atol=2e-4 if dtype == "fp32" else 0.5)
-    for seed in range(4):
+    for seed in range(3):
         got = logits(random_schedule(rng, lengths, 150), rng.choice((8, 16, 32)), seed)
         for a, b in zip(got, alone, strict=True):
             assert torch.equal(a, b)
@@ -115,7 +116,7 @@ def test_a_decode_row_alone_has_the_bits_of_prefill() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("num_in", "num_out"), [(64, 192), (160, 96), (256, 1408), (704, 256), (2048, 128), (64, 20_000)]
+    ("num_in", "num_out"), [(64, 192), (160, 96), (256, 1408), (704, 256), (2048, 128), (64, 8000)]
 )
 def test_linear_rows_keep_their_bits(num_in: int, num_out: int, dtype: torch.dtype) -> None:
     ops = reference_ops(deterministic=True)

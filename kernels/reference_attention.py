@@ -1,0 +1,150 @@
+"""Paged attention in plain torch, laid out so that a row's bits depend on its own query and keys alone.
+
+Keys are taken in tiles that stand at fixed positions. A row's maximum over its key tiles is exact, and its sums run
+over them in order; a tile that the row does not see adds zero, so it does not matter how far other rows look.
+
+Shape letters are those of `kernels.ops`; here also A query groups computed together, Q rows of each, D key tiles that
+each sees, S keys of a key tile, r query heads a key/value head, R = r * Q rows of one product.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kernels.invariant import Products
+from kernels.ops import AttentionPlan
+
+KEY_TILE = 64
+"""Fewest keys of a key tile."""
+_GROUP_TILES = (16, 4, 1)
+"""Query tiles that may be computed as one group, largest first. Its tiles share the keys they read."""
+_MOST_KEY_TILES = 64
+"""Key tiles gathered at once, unless one group alone needs more: bounds memory, and keeps it in the cache."""
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(frozen=True)
+class QueryGroups:
+    """Groups of one shape, computed together; the same for every plane."""
+
+    rows: Tensor  # [A, Q] int64
+    real: Tensor  # [A, Q] bool: not padding
+    blocks: Tensor  # [A, D * blocks a key tile] int64
+    hidden: Tensor  # [D, A, 1, 1, Q, S] bool: keys after the row's position
+    unwritten: Tensor  # [A, 1, S, 1] bool: keys of the last key tile after the group's last position
+
+
+def group_queries(plan: AttentionPlan, block_size: int) -> tuple[QueryGroups, ...]:
+    """All query tiles of a plan, in as few products as their shapes allow."""
+    key_tile = _key_tile(block_size)
+    last_positions = plan.tile_positions.amax(dim=1).tolist()
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for first_tile, num_tiles in _neighbours(plan):
+        last = max(0, *last_positions[first_tile : first_tile + num_tiles])
+        by_shape.setdefault((num_tiles, last // key_tile + 1), []).append(first_tile)
+    groups = []
+    for (num_tiles, num_key_tiles), first_tiles in by_shape.items():
+        at_once = max(1, _MOST_KEY_TILES // num_key_tiles)
+        for start in range(0, len(first_tiles), at_once):
+            firsts = torch.tensor(first_tiles[start : start + at_once], device=plan.tile_rows.device)
+            tiles = firsts.unsqueeze(1) + torch.arange(num_tiles, device=firsts.device)  # [A, tiles a group]
+            groups.append(_groups_of(plan, tiles, num_key_tiles, block_size))
+    return tuple(groups)
+
+
+def attend(
+    q: Tensor,  # [N, H, d]
+    keys: Tensor,  # [num_blocks, block_size, C, d] of one plane
+    values: Tensor,  # [num_blocks, block_size, C, d]
+    groups: tuple[QueryGroups, ...],
+    scale: float,
+    products: Products,
+) -> Tensor:
+    """Causal attention, softmax in float32: [N, H, d]; zero for rows that are in no group."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    scaled = q.float() * scale
+    for group in groups:
+        mixed = _attend_groups(scaled[group.rows], keys, values, group, products)  # [A, Q, H, d]
+        out[group.rows[group.real]] = mixed[group.real].to(q.dtype)
+    return out
+
+
+def _attend_groups(q: Tensor, keys: Tensor, values: Tensor, group: QueryGroups, products: Products) -> Tensor:
+    """Attention of scaled float32 q [A, Q, H, d]: [A, Q, H, d]."""
+    (num_groups, num_rows, _, head_dim), num_kv_heads = q.shape, keys.shape[2]
+    num_key_tiles, key_tile = group.hidden.shape[0], group.hidden.shape[5]
+    tile_shape = (num_groups, num_key_tiles, key_tile, num_kv_heads, head_dim)
+    key_tiles = _gather(keys, group.blocks).view(tile_shape).permute(1, 0, 3, 2, 4).float()  # [D, A, C, S, d]
+    value_tiles = _gather(values, group.blocks).view(tile_shape).permute(1, 0, 3, 2, 4).float().contiguous()
+    # Beyond what is written an arena may hold anything, NaN too, which a weight of zero would not hide.
+    value_tiles[-1].masked_fill_(group.unwritten, 0.0)
+
+    by_head = q.view(num_groups, num_rows, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # [A, C, r, Q, d]
+    queries = by_head.flatten(2, 3).expand(num_key_tiles, -1, -1, -1, -1)  # [D, A, C, R, d]
+    scores = products.bmm_transposed(queries.flatten(0, 2), key_tiles.flatten(0, 2))  # [D * A * C, R, S]
+    scores = scores.view(num_key_tiles, num_groups, num_kv_heads, -1, num_rows, key_tile)  # [D, A, C, r, Q, S]
+    scores.masked_fill_(group.hidden, -torch.inf)
+    peaks = scores.amax(dim=(0, 5), keepdim=True).clamp_(min=_LOWEST)  # [1, A, C, r, Q, 1]
+    weights = scores.sub_(peaks).exp_()
+    sums = _sum_in_order(weights.sum(dim=5))  # [A, C, r, Q]
+    mixed = products.bmm(weights.flatten(3, 4).flatten(0, 2), value_tiles.flatten(0, 2))  # [D * A * C, R, d]
+    mixed = _sum_in_order(mixed.view(num_key_tiles, num_groups, num_kv_heads, -1, num_rows, head_dim))
+    return (mixed / sums.unsqueeze(4)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """Sum over the first axis, one after the other, so that trailing zeros change no bit."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _gather(plane: Tensor, blocks: Tensor) -> Tensor:
+    """Blocks [A, b] of [num_blocks, block_size, C, d]: [A * b, block_size, C, d]."""
+    return plane.index_select(0, blocks.flatten())
+
+
+def _neighbours(plan: AttentionPlan) -> list[tuple[int, int]]:
+    """The tiles cut into groups (first tile, count) of sizes in _GROUP_TILES; a group's tiles continue one another."""
+    positions, tables = plan.tile_positions, plan.block_tables
+    follows = (positions[1:, 0] == positions[:-1, 0] + positions.shape[1]) & (tables[1:] == tables[:-1]).all(dim=1)
+    starts = [0, *(index + 1 for index, joined in enumerate(follows.tolist()) if not joined), len(positions)]
+    groups = []
+    for start, end in pairwise(starts):
+        for size in _GROUP_TILES:
+            while start + size <= end:
+                groups.append((start, size))
+                start += size
+    return groups
+
+
+def _groups_of(plan: AttentionPlan, tiles: Tensor, num_key_tiles: int, block_size: int) -> QueryGroups:
+    """Groups of the tiles [A, tiles a group], each over `num_key_tiles` key tiles."""
+    key_tile, device = _key_tile(block_size), tiles.device
+    positions = plan.tile_positions[tiles].flatten(1)  # [A, Q]
+    last = positions.amax(dim=1)  # [A]
+    key_positions = torch.arange(num_key_tiles * key_tile, device=device).view(num_key_tiles, key_tile)  # [D, S]
+    # Past the end of a table nothing is visible: any block will do.
+    entries = torch.arange(num_key_tiles * key_tile // block_size, device=device)
+    entries = entries.clamp(max=plan.block_tables.shape[1] - 1)
+    return QueryGroups(
+        rows=plan.tile_rows[tiles].flatten(1),
+        real=positions >= 0,
+        blocks=plan.block_tables[tiles[:, 0]][:, entries],
+        hidden=key_positions[:, None, None, None, None] > positions[None, :, None, None, :, None],
+        unwritten=(key_positions[-1] > last.unsqueeze(1))[:, None, :, None],
+    )
+
+
+def _key_tile(block_size: int) -> int:
+    """Keys of whole blocks, KEY_TILE or a little more, and a multiple of 4.
+
+    With 8 rows a query tile, the elements of any score tensor are then a multiple of 32: none falls to the scalar tail
+    of a vectorised loop, where exp has other bits.
+    """
+    blocks = -(-KEY_TILE // block_size)
+    return (blocks + -blocks % (4 // math.gcd(block_size, 4))) * block_size

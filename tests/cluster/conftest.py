@@ -1,0 +1,45 @@
+"""Clusters that several test modules share; each test leaves them idle."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from loopline.engine.local import LocalEngine
+from loopline.settings import EngineSettings, SchedulerSettings
+from tests.support.cluster import Cluster, launched, write_config
+from tests.support.golden import MODELS
+
+
+@pytest.fixture(scope="session")
+def ouro(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and one decode worker on tiny-ouro."""
+    folder = tmp_path_factory.mktemp("ouro")
+    with launched(write_config(folder / "cluster.yaml", MODELS / "tiny-ouro"), folder) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def huginn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and one decode worker on tiny-huginn."""
+    folder = tmp_path_factory.mktemp("huginn")
+    with launched(write_config(folder / "cluster.yaml", MODELS / "tiny-huginn"), folder) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def ouro_engine() -> Iterator[LocalEngine]:
+    engine = _engine("tiny-ouro")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def huginn_engine() -> Iterator[LocalEngine]:
+    engine = _engine("tiny-huginn")
+    yield engine
+    engine.close()
+
+
+def _engine(name: str) -> LocalEngine:
+    scheduler = SchedulerSettings(chunk_tokens=32)  # not the cluster's: chunking must not matter
+    return LocalEngine(EngineSettings(model_path=str(MODELS / name), dtype="fp32", num_blocks=128, scheduler=scheduler))
