@@ -91,8 +91,8 @@ class HandoffIn:
                 self._carry_out(self._table.push_arrived(agent_name, notice))
             case CommitReceived():
                 self._committed(event)
-            case WriterClosed(key, state):
-                self._carry_out(self._table.writer_closed(key, state))
+            case WriterClosed(key, writer, state):
+                self._carry_out(self._table.writer_closed(key, writer, state))
             case PeerGone(worker, proven):
                 self._carry_out(self._table.worker_gone(worker, proven))
             case Quiesced(worker):

@@ -86,7 +86,7 @@ class Writers:
                 await asyncio.sleep(_CLOSE_RETRY_S)  # a pause between attempts, not scheduling
                 continue
             if closed.state is not CloseState.PENDING:
-                self._to_engine(WriterClosed(key, closed.state))
+                self._to_engine(WriterClosed(key, writer.worker, closed.state))
                 return
 
 

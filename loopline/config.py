@@ -77,7 +77,7 @@ class WorkerGroup(Section):
     replicas: Count = 1
     """Workers of this role that the launcher starts."""
     device: Device = "cpu"
-    """cpu, cuda or cuda:N."""
+    """Where the worker computes and keeps its KV."""
     num_blocks: Count | None = None
     """Blocks in each worker's arena; null: what fits."""
     memory_fraction: Fraction = 0.8
@@ -146,7 +146,7 @@ class RoutingConfig(Section):
     """Which workers run a request."""
 
     policy: Literal["least_work"] = "least_work"
-    """least_work: cached prefix first, then least queued token-loops."""
+    """least_work: the workers with the least queued work, in token-loops."""
     local_prefill_below_tokens: CountOrZero = 0
     """Prompts with fewer uncached tokens are prefilled on the decode worker itself; 0: none."""
 

@@ -1,7 +1,7 @@
 """From what a client asked for to a resolved Request: the one place where defaults, stop ids and depth are decided.
 
 Pure: the id, and the seed to use where the client brought none, are handed in. The coordinator and `loopline run` call
-it; the checks against limits are `loopline.request.check_request`. A client fills the options without loading a tokenizer.
+it; the checks against limits are `loopline.request.check_request`. A client fills the options and loads no tokenizer.
 """
 
 from collections.abc import Mapping

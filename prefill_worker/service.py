@@ -9,7 +9,17 @@ import grpc
 import grpc.aio
 
 from kvtransfer.commands import Command, ConnectPeer, PeerConnectFailed
-from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, Connect, Connected, HandoffClosed, Peer
+from loopline.messages import (
+    CloseHandoff,
+    CloseState,
+    Commit,
+    CommitAnswer,
+    Connect,
+    Connected,
+    HandoffClosed,
+    Peer,
+    WorkerId,
+)
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.worker.events import CloseAsked, CommitUndelivered
@@ -24,12 +34,21 @@ _COMMIT_TIMEOUT_S = 10.0
 class PrefillPeering(cluster_pb2_grpc.PeeringServicer):
     """Answers decode workers."""
 
-    def __init__(self, to_engine: Callable[[object], None]) -> None:
+    def __init__(self, identity: Callable[[], WorkerId], to_engine: Callable[[object], None]) -> None:
+        self._identity = identity
         self._to_engine = to_engine
 
     async def CloseHandoff(self, request: Any, context: Any) -> Any:
-        """Long poll: answers when nothing of the handoff can be written any more, or PENDING after a while."""
+        """Long poll: answers when nothing of the handoff can be written any more, or PENDING after a while.
+
+        A process answers for itself alone: that another one, once at this address, has closed is not ours to say.
+        """
         close = convert.from_proto(CloseHandoff, request)
+        me = self._identity()
+        if close.writer.uuid != me.uuid:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION, f"this is worker {me.uuid}, not the writer {close.writer.uuid}"
+            )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[HandoffClosed] = loop.create_future()
 

@@ -22,7 +22,7 @@ def build_role(context: WorkerContext) -> RoleParts:
         deliver_commit=peers.deliver_commit,
         identity=lambda: context.me().worker,
     )
-    servicer = PrefillPeering(context.to_engine)
+    servicer = PrefillPeering(ports.identity, context.to_engine)
 
     def add_services(server: grpc.aio.Server) -> None:
         add_peering(server, servicer)

@@ -119,7 +119,7 @@ def _fault(answer: Answer, expects_handoff: bool) -> str | None:
 
 
 def _table(answers: list[Answer]) -> Table:
-    table = Table("request", "tokens", "first token", "per token", "handoff", "descriptors", "transport", box=SIMPLE)
+    table = Table("#", "tokens", "first token", "per token", "handoff", "descriptors", "transport", box=SIMPLE)
     for answer in answers:
         finished = answer.completion.finished
         if finished is None:

@@ -3,14 +3,18 @@
 import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from loopline.cli.options import Address, Json
 from loopline.client import Client, ClusterStatus, WorkerInfo
+
+_FILE_WIDTH = 160  # of what is not a terminal
 
 
 def status(
@@ -27,8 +31,12 @@ def status(
     if as_json:
         sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")
     else:
-        console = Console()
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = _FILE_WIDTH
         console.print(_table(found))
+        for line in _details(found):
+            console.print(line)
         serving = "serving" if found.serving else "not serving"
         console.print(
             f"{serving}; {found.running} running, {found.queued} queued; epoch {found.epoch}", highlight=False
@@ -55,21 +63,21 @@ def audit_faults(found: ClusterStatus) -> list[str]:
 
 
 def _table(found: ClusterStatus) -> Table:
-    table = Table("worker", "role", "state", "pid", "address", "running", "waiting", "blocks", "handoffs", "links")
+    table = Table("worker", "role", "state", "pid", "address", "running", "waiting", "blocks", box=SIMPLE)
     for worker in found.workers:
-        table.add_row(
-            worker.name,
-            worker.role,
-            worker.state,
-            str(worker.pid),
-            worker.address,
-            str(worker.running),
-            str(worker.waiting),
-            _blocks(worker),
-            ", ".join(f"{state} {count}" for state, count in worker.handoffs.items() if count),
-            ", ".join(f"{link.peer} {link.transport} {link.bytes_per_s / 2**20:,.0f} MiB/s" for link in worker.links),
-        )
+        counts = (str(worker.running), str(worker.waiting))
+        table.add_row(worker.name, worker.role, worker.state, str(worker.pid), worker.address, *counts, _blocks(worker))
     return table
+
+
+def _details(found: ClusterStatus) -> Iterator[str]:
+    for worker in found.workers:
+        for link in worker.links:
+            rate = f"{link.bytes_per_s / 2**20:,.0f} MiB/s"
+            yield f"{worker.name} to {link.peer}: {link.transport}, {rate} when it was warmed up"
+        handoffs = ", ".join(f"{count} {state}" for state, count in worker.handoffs.items() if count)
+        if handoffs:
+            yield f"{worker.name} handoffs: {handoffs}"
 
 
 def _blocks(worker: WorkerInfo) -> str:

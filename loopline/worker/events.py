@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed, HandoffKey
+from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed, HandoffKey, WorkerId
 
 
 @dataclass(frozen=True)
@@ -45,4 +45,5 @@ class WriterClosed:
     """A prefill worker's final answer to our CloseHandoff."""
 
     key: HandoffKey
+    writer: WorkerId
     state: CloseState

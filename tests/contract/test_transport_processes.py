@@ -16,9 +16,12 @@ import pytest
 from kvtransfer.agent import HandleState, HandleStatus
 from kvtransfer.manifest import Descriptors
 from kvtransfer.nixl_agent import NixlAgent
+from kvtransfer.receiver import Receiver
 from loopline.clock import MonotonicClock
 from loopline.errors import TransferError
+from loopline.messages import WorkerId
 from loopline.settings import TransferSettings
+from loopline.wire.convert import decode_push_notice
 
 SIZE = 4 << 20
 DEADLINE_S = 30.0
@@ -173,3 +176,29 @@ def test_a_stopped_peer_stays_pending_and_finishes_when_it_goes_on(
     other.signal(signal.SIGCONT)
     assert terminal(status).state is HandleState.DONE
     assert other.hear()["sum"] == int(writer.memory.sum(dtype=np.uint64))
+
+
+def test_after_quiescence_a_dead_writer_writes_no_more(writer: Writer, start_other: Callable[[], OtherProcess]) -> None:
+    """Over tcp the target's own poll lands bytes of a writer that was reaped before; after `Quiesced` none are left."""
+    other = start_other()
+    writer.memory[:] = 0
+    other.say("describe")
+    other.hear()
+    other.say(f"push {writer.memory.ctypes.data} {SIZE} {writer.agent.metadata().hex()}")
+    other.hear()
+    for _ in range(3):
+        writer.agent.take_notices()  # the connection is accepted by polling; the bytes begin to flow
+    other.kill()
+    writer.memory[:] = 0  # what a receiver must not do: reuse at once
+    events: list[object] = []
+    clock = MonotonicClock()
+    receiver = Receiver(writer.agent, decode_push_notice, clock, events.append)
+    receiver.quiesce(WorkerId("dead", 1))
+    deadline_s = clock.now_s() + DEADLINE_S
+    while not events:
+        receiver.poll()
+        assert clock.now_s() < deadline_s
+    writer.memory[:] = 0
+    for _ in range(300):
+        receiver.poll()
+    assert not writer.memory.any()

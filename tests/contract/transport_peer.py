@@ -1,8 +1,8 @@
 """The other process of the transport suite: a NIXL agent that owns a small arena and polls. Run as a script.
 
 Reads one command a line on stdin, answers one JSON object a line on stdout:
-`describe`, `expect COUNT` (poll until COUNT notices came), `sum` (of the arena's bytes), `quit`. It polls only in
-`expect`.
+`describe`, `expect COUNT` (poll until COUNT notices came; with the sum of the arena), `quit`. It polls only in
+`expect`. `push ADDRESS SIZE METADATA` fills its arena with ones and posts a write of it that it never looks after.
 """
 
 import json
@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 
+from kvtransfer.manifest import Descriptors
 from kvtransfer.nixl_agent import NixlAgent
 from loopline.settings import TransferSettings
 
@@ -33,8 +34,12 @@ def main() -> None:
             while len(notices) < int(arguments[0]) and time.monotonic() < deadline_s:
                 notices += [(peer, notice.hex()) for peer, notice in agent.take_notices()]
             answer = {"notices": notices, "sum": int(arena.sum(dtype=np.uint64))}
-        elif command == "sum":
-            answer = {"sum": int(arena.sum(dtype=np.uint64))}
+        elif command == "push":
+            arena[:] = 1
+            address, size = int(arguments[0]), int(arguments[1])
+            peer = agent.add_peer(bytes.fromhex(arguments[2]))
+            sides = [Descriptors("DRAM", np.array([[at, size, 0]], np.uint64)) for at in (arena.ctypes.data, address)]
+            agent.post_write(peer, sides[0], sides[1], b"from a dying writer")
         elif command == "quit":
             break
         sys.stdout.write(json.dumps(answer) + "\n")

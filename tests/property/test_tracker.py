@@ -49,6 +49,11 @@ def token_at(request_id: str, position: int) -> int:
     return (int(request_id[1:]) * 31 + position * 7) % 97
 
 
+def blocks_of(key: HandoffKey) -> tuple[BlockRun, ...]:
+    """Every generation has blocks of its own."""
+    return (BlockRun(key.generation, 1),)
+
+
 @dataclass
 class Held:
     """What a scripted worker holds of one request."""
@@ -56,6 +61,7 @@ class Held:
     key: HandoffKey
     request: Request
     next_position: int = 0  # of a decode worker that runs it; 0: not started
+    target: WorkerId | None = None  # of a prefill worker: where the handoff goes
 
 
 @dataclass
@@ -70,7 +76,7 @@ class ScriptedWorker:
     holds: dict[str, Held] = field(default_factory=dict)
     tombstones: dict[str, int] = field(default_factory=dict)
 
-    def read_one(self, workers: dict[WorkerId, "ScriptedWorker"], refusal: Cause | None) -> None:
+    def read_one(self, refusal: Cause | None) -> None:
         command = self.inbox.popleft()
         if isinstance(command, Cancel):
             self._cancel(command.key)
@@ -79,7 +85,7 @@ class ScriptedWorker:
         elif isinstance(command, Bind):
             self._bind(command, refusal)
         elif isinstance(command, StartPrefill):
-            self._prefill(command, workers, refusal)
+            self._start(command, refusal)
 
     def _cancel(self, key: HandoffKey) -> None:
         self.tombstones[key.request_id] = key.generation
@@ -98,30 +104,37 @@ class ScriptedWorker:
         if command.key.request_id in self.holds:
             if refusal is not None:
                 del self.holds[command.key.request_id]
-            self.outbox.append(Granted(command.key, command.writer.worker, 0, (BlockRun(0, 1),), refusal))
+            self.outbox.append(Granted(command.key, command.writer.worker, 0, blocks_of(command.key), refusal))
 
-    def _prefill(self, command: StartPrefill, workers: dict[WorkerId, "ScriptedWorker"], refusal: Cause | None) -> None:
-        if refusal is not None:
+    def _start(self, command: StartPrefill, refusal: Cause | None) -> None:
+        assert command.runs == blocks_of(command.key), "blocks that were granted to another generation"
+        assert command.key.generation > self.tombstones.get(command.key.request_id, 0)
+        if refusal is None:
+            self.holds[command.key.request_id] = Held(command.key, command.request, target=command.target.worker)
+        else:
             self.outbox.append(RequestFailed(command.key, refusal, "scripted"))
-            return
-        row = make_row(command.request, command.request.num_known_tokens)
-        self.outbox.append(Prefilled(command.key, command.request.attempt, row, STATS))
-        target = workers.get(command.target.worker)
-        held = target.holds.get(command.key.request_id) if target is not None else None
-        if held is not None and held.key == command.key and row.finish is None:
-            held.next_position = row.position
 
-    def run_step(self) -> None:
-        """One token of every request that runs here."""
+    def run_step(self, workers: dict[WorkerId, "ScriptedWorker"]) -> None:
+        """A prefill worker computes what it was given; a decode worker makes one token of every request that runs."""
         rows = []
         for request_id, held in list(self.holds.items()):
-            if held.next_position:
+            if held.target is not None:
+                del self.holds[request_id]
+                self._hand_over(held, workers.get(held.target))
+            elif held.next_position:
                 rows.append(make_row(held.request, held.next_position))
                 held.next_position += 1
                 if rows[-1].finish is not None:
                     del self.holds[request_id]
         if rows:
             self.outbox.append(StepTokens(1, tuple(rows)))
+
+    def _hand_over(self, mine: Held, target: "ScriptedWorker | None") -> None:
+        row = make_row(mine.request, mine.request.num_known_tokens)
+        self.outbox.append(Prefilled(mine.key, mine.request.attempt, row, STATS))
+        theirs = target.holds.get(mine.key.request_id) if target is not None else None
+        if theirs is not None and theirs.key == mine.key and row.finish is None:
+            theirs.next_position = row.position
 
 
 def make_row(request: Request, position: int) -> TokenRow:
@@ -143,7 +156,7 @@ class TrackerMachine(RuleBasedStateMachine):
         self.queued: list[str] = []
         self.delivered: dict[str, list[int]] = {}
         self.ends: dict[str, int] = {}
-        self.last_report: tuple[WorkerId, Report] | None = None
+        self.reports: list[tuple[WorkerId, Report]] = []
         for role in ("prefill", "decode", "decode"):
             self.add_worker(role)
 
@@ -208,15 +221,15 @@ class TrackerMachine(RuleBasedStateMachine):
     @rule(data=st.data(), refusal=st.none() | st.none() | CAUSES)
     def worker_reads(self, data: st.DataObject, refusal: Cause | None) -> None:
         worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.inbox]))
-        worker.read_one(self.workers, refusal)
+        worker.read_one(refusal)
 
-    @rule(data=st.data())
-    def worker_steps(self, data: st.DataObject) -> None:
-        self.pick(data, "decode").run_step()
+    @rule(data=st.data(), role=st.sampled_from(ROLES))
+    def worker_steps(self, data: st.DataObject, role: str) -> None:
+        self.pick(data, role).run_step(self.workers)
 
-    @rule(data=st.data(), cause=st.sampled_from([Cause.PEER_LOST, Cause.TRANSFER_FAILED, Cause.INTERNAL]))
-    def worker_gives_up(self, data: st.DataObject, cause: Cause) -> None:
-        worker = self.pick(data, "decode")
+    @rule(data=st.data(), role=st.sampled_from(ROLES), cause=st.sampled_from([Cause.PEER_LOST, Cause.INTERNAL]))
+    def worker_gives_up(self, data: st.DataObject, role: str, cause: Cause) -> None:
+        worker = self.pick(data, role)
         if worker.holds:
             held = worker.holds.pop(data.draw(st.sampled_from(sorted(worker.holds))))
             worker.outbox.append(RequestFailed(held.key, cause, "scripted"))
@@ -226,17 +239,17 @@ class TrackerMachine(RuleBasedStateMachine):
     def report(self, data: st.DataObject, fate: str) -> None:
         worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.outbox]))
         message = worker.outbox.popleft()
-        self.last_report = (worker.peer.worker, message)
+        self.reports.append((worker.peer.worker, message))
         for _ in range({"arrives": 1, "twice": 2, "lost": 0}[fate]):
             self.take(worker.peer.worker, message)
 
-    @precondition(lambda self: self.last_report is not None)
-    @rule()
-    def an_old_report_comes_again(self) -> None:
-        assert self.last_report is not None
-        self.take(*self.last_report)
+    @precondition(lambda self: self.reports)
+    @rule(data=st.data())
+    def old_reports_come_again(self, data: st.DataObject) -> None:
+        for worker, message in self.reports[-data.draw(st.integers(1, 20)) :]:
+            self.take(worker, message)
 
-    @rule(data=st.data(), role=st.sampled_from(["prefill", "decode"]))
+    @rule(data=st.data(), role=st.sampled_from(ROLES))
     def a_worker_dies(self, data: st.DataObject, role: str) -> None:
         worker = self.pick(data, role).peer
         del self.workers[worker.worker]
@@ -265,12 +278,12 @@ class TrackerMachine(RuleBasedStateMachine):
                 self.carry_out(self.tracker.bind(request_id, by_role["prefill"][0].peer))
             for worker in sorted(self.workers.values(), key=lambda w: w.peer.name, reverse=is_backwards):
                 while worker.inbox:
-                    worker.read_one(self.workers, None)
-                worker.run_step()
+                    worker.read_one(None)
+                worker.run_step(self.workers)
                 while worker.outbox:
-                    self.last_report = (worker.peer.worker, worker.outbox.popleft())
+                    self.reports.append((worker.peer.worker, worker.outbox.popleft()))
                     for _ in range({"arrives": 1, "twice": 2}[fate]):
-                        self.take(*self.last_report)
+                        self.take(*self.reports[-1])
 
     # ---- what must hold ---------------------------------------------------------------------------------------------
 
@@ -293,7 +306,8 @@ class TrackerMachine(RuleBasedStateMachine):
         for worker in self.workers.values():
             for request_id in worker.holds:
                 assert request_id in self.tracker, "it ended, and nobody told this worker"
-                assert self.tracker.decode_worker(request_id) == worker.peer.worker
+                given = self.tracker.assigned().get(worker.peer.worker, ())
+                assert request_id in [row.request_id for row in given]
         self.clock.s += DEADLINE_S
         for number in range(1, self.num_requests + 1):
             self.carry_out(self.tracker.deadline(f"r{number}"))
@@ -303,10 +317,9 @@ class TrackerMachine(RuleBasedStateMachine):
         assert len(self.tracker) == 0 and self.tracker.assigned() == {} and self.queued == []
 
     def read_everything(self) -> None:
-        """A refusal keeps the workers from taking on more."""
         for worker in self.workers.values():
             while worker.inbox:
-                worker.read_one(self.workers, Cause.NO_ROOM)
+                worker.read_one(None)
 
 
 TrackerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

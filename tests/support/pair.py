@@ -185,7 +185,7 @@ class Pair:
         if self.channels.close_answers:
             closed = self.channels.close_answers.pop(index % len(self.channels.close_answers))
             if closed.state is not CloseState.PENDING:
-                self.decode.handle(WriterClosed(closed.key, closed.state))
+                self.decode.handle(WriterClosed(closed.key, self.prefill_peer.worker, closed.state))
             return True
         if not self.channels.closes:
             return False

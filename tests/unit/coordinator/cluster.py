@@ -149,12 +149,12 @@ class ScriptedWorker:
         for task in self._tasks:
             task.cancel()
         self._call.cancel()
-        await self._channel.close()
+        await self._channel.close(None)
 
     async def _run(self) -> None:
         await self.send(self.register, 0)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-            while (envelope := await self._call.read()) is not grpc.aio.EOF:
+            while (envelope := await self._call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
                 message, epoch = convert.unwrap_coordinator_message(envelope)
                 self.heard.append(message)
                 await self._obey(message, epoch)
@@ -258,7 +258,7 @@ async def scripted_cluster(
     finally:
         for worker in cluster.workers.values():
             await worker.die()
-        await channel.close()
+        await channel.close(None)
         placing.cancel()
         await dispatcher.drain(0.0)
         await server.stop(None)

@@ -119,3 +119,12 @@ def test_a_pair_with_somebody_unknown_is_not_ready() -> None:
     registry = Registry(3.0)
     joined(registry, P)
     assert not registry.pair_ready(P.peer.worker, PairReady(peer("decode-9").worker, "tcp", 1.0))
+
+
+def test_who_drained_has_left_and_is_not_lost() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D)
+    registry.heartbeat(D.peer.worker, heartbeat(draining=True), 1.0)
+    registry.lose(D.peer.worker, proven=False)
+    assert list(states(registry)) == ["prefill-0"]
+    assert registry.with_pid(11) == [D.peer.worker]

@@ -52,11 +52,8 @@ class Bench:
 
 def cancels(effects: list[Effect]) -> list[tuple[str, int]]:
     """(worker uuid, generation) of every Cancel."""
-    return [(e.worker.uuid, e.message.key.generation) for e in effects if isinstance(e, Send) and is_cancel(e)]
-
-
-def is_cancel(effect: Send) -> bool:
-    return isinstance(effect.message, Cancel)
+    sends = [(effect.worker, effect.message) for effect in effects if isinstance(effect, Send)]
+    return [(worker.uuid, message.key.generation) for worker, message in sends if isinstance(message, Cancel)]
 
 
 def the_end(effects: list[Effect]) -> End:

@@ -1,0 +1,358 @@
+"""The one place where things happen: queue, router, tracker, registry and streams meet here. One event loop, no locks.
+
+gRPC handlers call in (`submit`, `join`, `on_message`, ...); every call that may make room or work wakes `run`, which
+places requests on workers. Timers: one per request (its deadline), one for the leases.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from coordinator.effects import Deliver, Effect, End, Ending, Outcome, Requeue, Send
+from coordinator.queue import RequestQueue
+from coordinator.registry import Refused, Registry
+from coordinator.router import choose_decode, choose_prefill
+from coordinator.snapshot import ClusterSnapshot
+from coordinator.streams import ClientStream, WorkerStream
+from coordinator.tracker import Tracker
+from loopline.clock import Clock
+from loopline.errors import RequestRefused, RequestTooLarge
+from loopline.messages import (
+    Cause,
+    Fingerprint,
+    Granted,
+    Heartbeat,
+    PairFailed,
+    PairReady,
+    Prefilled,
+    Register,
+    RequestFailed,
+    Reserved,
+    StepTokens,
+    Welcome,
+    WorkerId,
+    WorkerMessage,
+)
+from loopline.request import Limits, Request, SamplingParams, check_request
+from loopline.text import TextStream
+
+_LOG = logging.getLogger(__name__)
+_REFUSALS = (Cause.NO_ROOM, Cause.DRAINING)
+_PROBE_DEADLINE_S = 60.0
+
+
+class Dispatcher:
+    """Owns every request from `submit` to its end, and every worker from `join` to its loss.
+
+    `serving` means: a ready pair exists, and since there was none a token has gone through one (a probe asks for it).
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        epoch: int,
+        lease_s: float,
+        queue_limit: int,
+        limits: Limits,
+        probe_params: SamplingParams,
+        probe_token_id: int,
+    ) -> None:
+        """`limits.arena_tokens` holds until workers have joined."""
+        self.epoch = epoch
+        self.lease_s = lease_s
+        self.serving = False
+        self.serving_changed = asyncio.Event()
+        self._clock = clock
+        self._limits = limits
+        self._tracker = Tracker(clock)
+        self._registry = Registry(lease_s)
+        self._queue = RequestQueue(queue_limit)
+        self._workers: dict[WorkerId, WorkerStream] = {}
+        self._clients: dict[str, ClientStream] = {}
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._groups: dict[str, Fingerprint] = {}  # of the decode worker that a request was given to last
+        self._lease_timer: asyncio.TimerHandle | None = None
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._probe_params, self._probe_token_id = probe_params, probe_token_id
+        self._probe_id: str | None = None
+        self._may_probe = True  # false from a probe's failure to the next heartbeat
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    @property
+    def ignored(self) -> Counter[Cause]:
+        """Messages of workers that changed nothing, by cause."""
+        return self._tracker.ignored
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return self._tracker.num_running()
+
+    def snapshot(self) -> ClusterSnapshot:
+        return self._registry.snapshot(self._clock.now_s(), self._tracker.assigned())
+
+    def limits(self) -> Limits:
+        """What a request is checked against now: the arena counts once both roles have joined."""
+        return self._limits_of(self.snapshot())
+
+    def _limits_of(self, snapshot: ClusterSnapshot) -> Limits:
+        arena_tokens = snapshot.arena_tokens()
+        return self._limits if arena_tokens is None else replace(self._limits, arena_tokens=arena_tokens)
+
+    # ---- clients ----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, deadline_s: float, decoder: TextStream | None) -> ClientStream:
+        """Queue a request. Raises RequestError, Overloaded, or RequestRefused while draining; then nothing is kept."""
+        if self._draining:
+            raise RequestRefused("the coordinator is shutting down and takes no new requests; 0 tokens were delivered")
+        check_request(request, self.limits())
+        self._queue.put(request.request_id)
+        return self._admit(request, deadline_s, decoder)
+
+    def cancel(self, request_id: str) -> None:
+        """The client went away. Nothing happens where the request has ended."""
+        self._carry_out(self._tracker.cancel(request_id))
+
+    async def drain(self, limit_s: float) -> None:
+        """Take no new requests, let those that are here finish within the limit, then end the rest."""
+        self._draining = True
+        self._set_serving(False)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._idle.wait()
+        except TimeoutError:
+            for request_id in list(self._clients):
+                self._carry_out(
+                    self._tracker.give_up(request_id, Ending.UNAVAILABLE, "the coordinator is shutting down")
+                )
+
+    def _admit(self, request: Request, deadline_s: float, decoder: TextStream | None) -> ClientStream:
+        request_id = request.request_id
+        self._tracker.admit(request, deadline_s)
+        loop = asyncio.get_running_loop()
+        self._deadlines[request_id] = loop.call_at(loop.time() + deadline_s, self._on_deadline, request_id)
+        self._clients[request_id] = stream = ClientStream(decoder)
+        self._idle.clear()
+        self._wake.set()
+        return stream
+
+    def _on_deadline(self, request_id: str) -> None:
+        self._carry_out(self._tracker.deadline(request_id))
+
+    # ---- workers ----------------------------------------------------------------------------------------------------
+
+    def join(self, register: Register) -> WorkerStream | Refused:
+        """Take a worker in; its stream begins with Welcome."""
+        joined = self._registry.join(register, self._clock.now_s())
+        if isinstance(joined, Refused):
+            return joined
+        _LOG.info("worker %s joined (%s, pid %d)", register.peer.name, register.role, register.pid)
+        if joined.superseded is not None:
+            self.lose(joined.superseded, proven=False)
+        self._workers[register.peer.worker] = stream = WorkerStream()
+        stream.send(Welcome(self.epoch, self.lease_s))
+        self._carry_out(joined.commands)
+        self._arm_lease_timer()
+        return stream
+
+    def lose(self, worker: WorkerId, proven: bool) -> None:
+        """The worker is gone, or must be taken to be; `proven`: its process has been reaped. May be called again."""
+        name = self._registry.name(worker)
+        if worker in self._registry and not self._draining:
+            _LOG.warning("worker %s is lost (%s)", name, "reaped" if proven else "stream ended or lease lapsed")
+        commands = self._registry.lose(worker, proven)
+        stream = self._workers.pop(worker, None)
+        if stream is not None:
+            stream.close()
+        self._carry_out(commands)
+        self._carry_out(self._tracker.on_worker_lost(worker, name))
+
+    def on_exit(self, pid: int) -> None:
+        """A launcher reaped this process."""
+        for worker in self._registry.with_pid(pid):
+            self.lose(worker, proven=True)
+
+    def on_message(self, worker: WorkerId, message: WorkerMessage, coordinator_epoch: int) -> None:
+        """Take one message of an attached worker; of another epoch or a lost worker: ignored and counted."""
+        if coordinator_epoch != self.epoch or worker not in self._registry:
+            self.ignored[Cause.STALE] += 1
+            return
+        match message:
+            case Heartbeat():
+                self._may_probe = True
+                self._carry_out(self._registry.heartbeat(worker, message, self._clock.now_s()))
+            case PairReady():
+                if not self._registry.pair_ready(worker, message):
+                    self.ignored[Cause.UNKNOWN] += 1
+            case PairFailed():
+                self._registry.pair_failed(worker, message)
+            case Register():
+                self.ignored[Cause.DUPLICATE] += 1
+            case _:
+                self._on_request_message(worker, message)
+        self._wake.set()
+
+    def _on_request_message(
+        self, worker: WorkerId, message: Reserved | Granted | Prefilled | StepTokens | RequestFailed
+    ) -> None:
+        if isinstance(message, Reserved | Granted | RequestFailed) and message.cause in _REFUSALS:
+            self._registry.refused(worker)
+        match message:
+            case Reserved():
+                effects = self._tracker.on_reserved(worker, message)
+            case Granted():
+                effects = self._tracker.on_granted(worker, message)
+            case Prefilled():
+                effects = self._tracker.on_prefilled(worker, message)
+            case StepTokens():
+                effects = self._tracker.on_step_tokens(worker, message)
+            case RequestFailed():
+                effects = self._tracker.on_request_failed(worker, message)
+        self._carry_out(effects)
+
+    def close_workers(self) -> None:
+        """End every worker's stream: this coordinator is leaving."""
+        for stream in self._workers.values():
+            stream.close()
+
+    def count_garbage(self) -> None:
+        """A worker sent something that is no message."""
+        self.ignored[Cause.INVALID] += 1
+
+    def _arm_lease_timer(self) -> None:
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        expiry_s = self._registry.next_expiry_s()
+        if expiry_s is None:
+            self._lease_timer = None
+            return
+        delay_s = max(0.0, expiry_s - self._clock.now_s())
+        self._lease_timer = asyncio.get_running_loop().call_later(delay_s, self._on_lease_timer)
+
+    def _on_lease_timer(self) -> None:
+        for worker in self._registry.expired(self._clock.now_s()):
+            self.lose(worker, proven=False)
+        self._arm_lease_timer()
+
+    # ---- effects ----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, effects: Iterable[Effect]) -> None:
+        """Carry effects out in order, with those that they cause."""
+        left = deque(effects)
+        while left:
+            effect = left.popleft()
+            match effect:
+                case Send(worker, message):
+                    if worker in self._workers:  # a lost worker's requests are restarted, not told
+                        self._workers[worker].send(message)
+                case Deliver(request_id, row):
+                    self._serve_if_paired()
+                    if self._clients[request_id].push(row):
+                        left.extend(self._tracker.stop(request_id))
+                case Requeue(request_id):
+                    self._queue.put_back(request_id, self._tracker.order(request_id))
+                case End(request_id, outcome):
+                    self._end(request_id, outcome)
+        self._wake.set()
+
+    def _end(self, request_id: str, outcome: Outcome) -> None:
+        self._queue.remove(request_id)
+        self._deadlines.pop(request_id).cancel()
+        self._groups.pop(request_id, None)
+        self._clients.pop(request_id).end(outcome)
+        if request_id == self._probe_id:
+            self._end_probe(outcome)
+        if not self._clients:
+            self._idle.set()
+
+    # ---- placing ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Place requests whenever something changed. Runs until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._update_serving()
+            self._bind_prefill_workers()
+            self._reserve_decode_workers()
+
+    def _bind_prefill_workers(self) -> None:
+        for request_id in self._tracker.awaiting_prefill():
+            snapshot = self.snapshot()
+            worker = self._tracker.decode_worker(request_id)
+            decode = snapshot.find(worker) if worker is not None else None
+            if decode is None:
+                continue
+            prefill = choose_prefill(self._tracker.request(request_id), snapshot, decode)
+            if prefill is not None:
+                self._carry_out(self._tracker.bind(request_id, prefill.peer))
+
+    def _reserve_decode_workers(self) -> None:
+        """In the queue's order. A new request that finds no room holds back those behind it; a recovered one that
+        must stay in its pairing group does not."""
+        for request_id in self._queue:
+            snapshot = self.snapshot()
+            request = self._tracker.request(request_id)
+            is_bound = self._tracker.has_delivered(request_id)
+            group = self._groups.get(request_id) if is_bound else None
+            if not is_bound and self._end_if_too_large(request, snapshot):
+                continue
+            decode = choose_decode(request, snapshot, group)
+            if decode is not None:
+                self._queue.remove(request_id)
+                self._groups[request_id] = decode.group
+                self._carry_out(self._tracker.reserve(request_id, decode.peer))
+            elif not is_bound:
+                return
+
+    def _end_if_too_large(self, request: Request, snapshot: ClusterSnapshot) -> bool:
+        """Requests that were taken before workers joined meet the arena's size here."""
+        try:
+            check_request(request, self._limits_of(snapshot))
+        except RequestTooLarge as error:
+            self._carry_out(self._tracker.give_up(request.request_id, Ending.TOO_LARGE, str(error)))
+            return True
+        return False
+
+    # ---- serving ----------------------------------------------------------------------------------------------------
+
+    def _update_serving(self) -> None:
+        if not self.snapshot().has_ready_pair:
+            self._set_serving(False)
+        elif not self.serving and self._probe_id is None and self._may_probe and not self._draining:
+            self._start_probe()
+
+    def _start_probe(self) -> None:
+        self._probe_id = str(uuid.uuid4())
+        request = Request(request_id=self._probe_id, prompt_ids=(self._probe_token_id,), params=self._probe_params)
+        self._admit(request, _PROBE_DEADLINE_S, None)
+        self._queue.put_back(self._probe_id, self._tracker.order(self._probe_id))
+
+    def _end_probe(self, outcome: Outcome) -> None:
+        self._probe_id = None
+        if outcome.ending is Ending.FINISHED:
+            self._serve_if_paired()
+        else:
+            self._may_probe = False
+            _LOG.warning("the warm-up request failed: %s", outcome.detail)
+
+    def _serve_if_paired(self) -> None:
+        """A token has come through: whoever's it was, the cluster serves."""
+        if not self.serving and not self._draining:
+            self._set_serving(self.snapshot().has_ready_pair)
+
+    def _set_serving(self, serving: bool) -> None:
+        if serving is not self.serving:
+            self.serving = serving
+            self.serving_changed.set()

@@ -1,0 +1,76 @@
+"""What the tracker and the registry ask for, as frozen records; the dispatcher carries them out. No I/O here."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loopline.messages import CoordinatorMessage, HandoffStats, TokenRow, WorkerId
+from loopline.request import FinishReason, Route, Timing, Usage
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message for one worker's stream."""
+
+    worker: WorkerId
+    message: CoordinatorMessage
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """A new token for the client; rows of one request come in the order of their positions."""
+
+    request_id: str
+    row: TokenRow
+
+
+class Ending(StrEnum):
+    """How a request left; each but FINISHED and CANCELLED is one gRPC status."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    UNAVAILABLE = "unavailable"
+    TOO_LARGE = "too_large"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The end of a request and what it took."""
+
+    ending: Ending
+    reason: FinishReason
+    detail: str
+    usage: Usage
+    timing: Timing
+    route: Route
+    stats: HandoffStats | None
+
+
+@dataclass(frozen=True)
+class End:
+    """The request is over; nothing more will be delivered."""
+
+    request_id: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Requeue:
+    """The request waits for workers again, at its old place among requests that were let in."""
+
+    request_id: str
+
+
+Effect = Send | Deliver | End | Requeue
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """One request on one worker, as far as the coordinator decided it."""
+
+    request_id: str
+    num_known_tokens: int
+    max_kv_tokens: int
+    token_loops: int  # work that is left for this worker
+    awaits_prefill: bool  # reserved on a decode worker, and no prefill worker chosen yet

@@ -1,0 +1,258 @@
+"""Starts a cluster as processes of this machine, watches over them and stops them; `loopline launch` calls it.
+
+When this process dies, however it dies, its children see the end of their life pipes and leave. They run in sessions of
+their own: a terminal's Ctrl-C reaches only this process.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from coordinator.processes import Child, end_children, start_child
+from loopline.config import ClusterConfig, load_config
+from loopline.errors import LooplineError, OperatorError, PeerLost
+from loopline.messages import Role, WorkerState
+from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
+from loopline.wire.channel import open_channel
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.02
+_CALL_S = 2.0
+_LISTEN_S = 30.0
+_LEAVE_S = 10.0  # for a process that was told to leave and has nothing left to finish
+_BACKOFF_FIRST_S = 0.2
+_BACKOFF_MOST_S = 10.0
+_SETTLED_S = 30.0  # after a life this long the backoff starts over
+WORKER_MODULES = MappingProxyType({Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"})
+Job = Coroutine[Any, Any, None]
+T = TypeVar("T")
+
+
+def worker_roles(config: ClusterConfig) -> dict[str, Role]:
+    """Names and roles of all workers of a cluster, prefill first."""
+    groups = ((Role.PREFILL, config.prefill.replicas), (Role.DECODE, config.decode.replicas))
+    return {f"{role}-{index}": role for role, count in groups for index in range(count)}
+
+
+class LocalLauncher:
+    """`async with` starts the coordinator and the workers, and leaves no process behind.
+
+    Until the cluster has served, a process that ends with an error ends the launch. Later a worker is started again
+    unless the configuration says never. The coordinator's end always ends the launch.
+    """
+
+    def __init__(
+        self,
+        config_path: Path,
+        *,
+        run_dir: Path,
+        port: int | None = None,
+        worker_modules: Mapping[Role, str] = WORKER_MODULES,
+    ) -> None:
+        """`run_dir` takes logs and the listen file; `worker_modules`: what `python -m` runs. Raises ConfigError."""
+        self._worker_modules = worker_modules
+        self._config_path = config_path
+        self._config = load_config(config_path)
+        self._port = port
+        self._run_dir = run_dir
+        self._children: dict[str, Child] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+        self._failed = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._failure: LooplineError | None = None
+        self._has_served = False
+        self.address = ""
+
+    async def __aenter__(self) -> Self:
+        """Start everything; `address` is known then. Raises OperatorError with the log of what could not start."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            await self._start_coordinator()
+        except BaseException:
+            await self.stop(0.0)
+            raise
+        for name, role in worker_roles(self._config).items():
+            self._spawn(self._keep_worker(name, role))
+        self._spawn(self._kill_hung_workers())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop(0.0)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of living children, by name."""
+        return {name: child.pid for name, child in self._children.items() if child.is_alive}
+
+    async def wait_serving(self, timeout_s: float) -> None:
+        """Until a real token has gone through a pair. Raises OperatorError (a process failed), TimeoutError."""
+        await self._unless_failed(wait_serving(self.address, timeout_s))
+        self._has_served = True
+
+    async def wait_stopped(self) -> None:
+        """Until `stop` is called. Raises PeerLost or OperatorError when the cluster cannot go on."""
+        await self._unless_failed(_wait(self._stopping))
+
+    async def stop(self, drain_s: float) -> None:
+        """The coordinator drains within `drain_s`, then the workers leave; what is left is killed. May be repeated."""
+        self._stopping.set()
+        first = [child for child in self._children.values() if child.name == "coordinator"]
+        await end_children(first, drain_s + _LEAVE_S)
+        await end_children(list(self._children.values()), _LEAVE_S)
+        while self._jobs:
+            await asyncio.wait(self._jobs)
+            await end_children(list(self._children.values()), _LEAVE_S)  # one that was being started meanwhile
+
+    # ---- jobs -------------------------------------------------------------------------------------------------------
+
+    async def _start_coordinator(self) -> None:
+        listen_file = self._run_dir / "coordinator.json"
+        listen_file.unlink(missing_ok=True)
+        arguments = ["--config", str(self._config_path), "--listen-file", str(listen_file)]
+        if self._port is not None:
+            arguments += ["--port", str(self._port)]
+        child = await self._start("coordinator", "coordinator", arguments)
+        self._spawn(self._watch_coordinator(child))
+        self.address = await self._unless_failed(_wait_for_address(listen_file))
+
+    async def _start(self, name: str, module: str, arguments: list[str]) -> Child:
+        child = await start_child(name, module, arguments, self._run_dir / f"{name}.log")
+        self._children[name] = child
+        return child
+
+    async def _watch_coordinator(self, child: Child) -> None:
+        await child.reap()
+        self._fail(PeerLost(child.describe_end()) if self.address else OperatorError(child.describe_end()))
+
+    async def _keep_worker(self, name: str, role: Role) -> None:
+        """Start one worker, reap it, report its end and start it again."""
+        arguments = ["--config", str(self._config_path), "--name", name, "--coordinator", self.address]
+        loop = asyncio.get_running_loop()
+        backoff_s = _BACKOFF_FIRST_S
+        while not self._stopping.is_set():
+            started_s = loop.time()
+            child = await self._start(name, self._worker_modules[role], arguments)
+            exit_status = await child.reap()
+            if self._stopping.is_set():
+                return
+            _LOG.warning("worker %s ended with exit status %d", name, exit_status)
+            if exit_status > 0 and not self._has_served:
+                self._fail(OperatorError(child.describe_end()))
+                return
+            await self._report_exit(child.pid, exit_status)
+            if self._config.launcher.restart == "never":
+                return
+            if loop.time() - started_s >= _SETTLED_S:
+                backoff_s = _BACKOFF_FIRST_S
+            await self._unless_stopped(backoff_s)
+            backoff_s = min(2 * backoff_s, _BACKOFF_MOST_S)
+
+    async def _report_exit(self, pid: int, exit_status: int) -> None:
+        """The proof that this process can write no more. A coordinator that cannot be reached has its own end
+        coming.
+        """
+        stub: Any = cluster_pb2_grpc.ClusterStub
+        message = cluster_pb2.WorkerExit(pid=pid, exit_status=exit_status)
+        async with open_channel(self.address) as channel:
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub(channel).ReportExit(message, timeout=_CALL_S, wait_for_ready=True)
+
+    async def _kill_hung_workers(self) -> None:
+        """Kill a worker whose lease ran out and that did not come back: its writes must be proven to have ended."""
+        lease_s = self._config.membership.lease_s
+        suspects: set[int] = set()
+        stub: Any = loopline_pb2_grpc.LooplineStub
+        async with open_channel(self.address) as channel:
+            while not await self._unless_stopped(lease_s):
+                try:
+                    status = await stub(channel).GetStatus(loopline_pb2.GetStatusRequest(), timeout=_CALL_S)
+                except grpc.aio.AioRpcError:
+                    continue
+                lost = {worker.pid for worker in status.workers if worker.state == WorkerState.LOST}
+                for child in self._children.values():
+                    if child.is_alive and child.pid in lost & suspects:
+                        _LOG.warning("worker %s (pid %d) is hung: killed", child.name, child.pid)
+                        child.kill()
+                suspects = lost
+
+    # ---- waiting ----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, job: Job) -> None:
+        task = asyncio.get_running_loop().create_task(job)
+        self._jobs.add(task)
+        task.add_done_callback(self._on_job_done)
+
+    def _on_job_done(self, task: asyncio.Task[None]) -> None:
+        self._jobs.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("the launcher's own job failed", exc_info=error)
+            self._fail(OperatorError(f"the launcher failed: {error}"))
+
+    def _fail(self, failure: LooplineError) -> None:
+        if self._failure is None and not self._stopping.is_set():
+            self._failure = failure
+            self._failed.set()
+
+    async def _unless_failed(self, job: Coroutine[Any, Any, T]) -> T:
+        """What `job` returns; raises the failure if that comes first."""
+        loop = asyncio.get_running_loop()
+        wanted, failed = loop.create_task(job), loop.create_task(_wait(self._failed))
+        try:
+            await asyncio.wait((wanted, failed), return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            return await wanted
+        finally:
+            wanted.cancel()
+            failed.cancel()
+            await asyncio.gather(wanted, failed, return_exceptions=True)
+
+    async def _unless_stopped(self, limit_s: float) -> bool:
+        """Wait that long, or until `stop` is called: then True."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._stopping.wait()
+        return self._stopping.is_set()
+
+
+async def wait_serving(address: str, timeout_s: float) -> None:
+    """Until the coordinator at HOST:PORT reports SERVING, by its health service. Raises TimeoutError."""
+    stub: Any = health_pb2_grpc.HealthStub
+    async with asyncio.timeout(timeout_s), open_channel(address) as channel:
+        while True:
+            try:
+                async for answer in stub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+            except grpc.aio.AioRpcError as error:
+                _LOG.info("health of %s: %s", address, error.code())
+            await asyncio.sleep(_POLL_S)
+
+
+async def _wait(event: asyncio.Event) -> None:
+    await event.wait()
+
+
+async def _wait_for_address(listen_file: Path) -> str:
+    async with asyncio.timeout(_LISTEN_S):
+        while (address := _read_address(listen_file)) is None:  # noqa: ASYNC110 - a file has no event to wait for
+            await asyncio.sleep(_POLL_S)
+    return address
+
+
+def _read_address(listen_file: Path) -> str | None:
+    """The file appears whole or not at all."""
+    try:
+        return str(json.loads(listen_file.read_text(encoding="utf-8"))["address"])
+    except FileNotFoundError:
+        return None

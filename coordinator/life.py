@@ -1,0 +1,129 @@
+"""The life of one request: a transition table, and the record that walks through it. No I/O; the tracker calls it."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from loopline.errors import IllegalTransition
+from loopline.messages import HandoffKey, HandoffStats, Peer, WorkerId
+from loopline.request import Request, Route, Timing, Usage
+
+
+class State(StrEnum):
+    """Where a request is."""
+
+    QUEUED = "queued"  # no worker knows it
+    RESERVING = "reserving"  # Reserve went to a decode worker
+    RESERVED = "reserved"  # blocks are held there; a prefill worker with room is waited for
+    BINDING = "binding"  # Bind went to the decode worker
+    PREFILLING = "prefilling"  # blocks were granted, StartPrefill went to the prefill worker
+    DECODING = "decoding"  # at least one token of this attempt is known
+    ENDED = "ended"
+
+
+class Move(StrEnum):
+    """What moves it."""
+
+    RESERVE = "reserve"
+    HOLD = "hold"
+    BIND = "bind"
+    GRANT = "grant"
+    TOKEN = "token"
+    REQUEUE = "requeue"
+    END = "end"
+
+
+_ON_WORKERS = (State.RESERVING, State.RESERVED, State.BINDING, State.PREFILLING, State.DECODING)
+TABLE: dict[tuple[State, Move], State] = {
+    (State.QUEUED, Move.RESERVE): State.RESERVING,
+    (State.RESERVING, Move.HOLD): State.RESERVED,
+    (State.RESERVED, Move.BIND): State.BINDING,
+    (State.BINDING, Move.GRANT): State.PREFILLING,
+    (State.PREFILLING, Move.TOKEN): State.DECODING,
+    (State.DECODING, Move.TOKEN): State.DECODING,
+    **{(state, Move.REQUEUE): State.QUEUED for state in _ON_WORKERS},
+    **{(state, Move.END): State.ENDED for state in (State.QUEUED, *_ON_WORKERS)},
+}
+
+
+@dataclass
+class Life:
+    """One request's record.
+
+    `request` is always the current attempt: its `generated_ids` are the tokens known when the attempt began.
+    `generated` has all tokens, those of this attempt too. `decode` and `prefill` name the workers of the current
+    generation; a prefill worker may hold something only while `handoff_open`.
+    """
+
+    request: Request
+    order: int  # of arrival
+    arrived_at_s: float
+    deadline_at_s: float
+    state: State = State.QUEUED
+    generation: int = 0
+    generated: list[int] = field(default_factory=list)
+    decode: Peer | None = None
+    prefill: Peer | None = None
+    handoff_open: bool = False  # the decode worker has not shown that it has the whole handoff
+    prefill_running: bool = False  # the prefill worker computes, or is about to
+    fruitless_attempts: int = 0  # in a row
+    delivered_in_attempt: int = 0
+    cached_tokens: int = 0
+    stats: HandoffStats | None = None
+    left_queue_at_s: float | None = None
+    first_token_at_s: float | None = None
+    earlier_workers: list[str] = field(default_factory=list)
+
+    def move(self, move: Move) -> None:
+        """Take one step of the table; IllegalTransition changes nothing."""
+        target = TABLE.get((self.state, move))
+        if target is None:
+            raise IllegalTransition(f"request {self.request.request_id} is {self.state}: it cannot {move}")
+        self.state = target
+
+    @property
+    def key(self) -> HandoffKey:
+        return HandoffKey(self.request.request_id, self.generation)
+
+    @property
+    def next_position(self) -> int:
+        """Number of known tokens: the position that the next token is sampled for."""
+        return len(self.request.prompt_ids) + len(self.generated)
+
+    def is_decode(self, worker: WorkerId) -> bool:
+        return self.decode is not None and self.decode.worker == worker
+
+    def is_prefill(self, worker: WorkerId) -> bool:
+        return self.prefill is not None and self.prefill.worker == worker
+
+    def holders(self) -> list[WorkerId]:
+        """Workers that may hold something of the current generation, the decode worker first."""
+        held = [self.decode.worker] if self.decode is not None else []
+        if self.prefill is not None and self.handoff_open:
+            held.append(self.prefill.worker)
+        return held
+
+    def leave_workers(self) -> None:
+        """Forget the current generation's workers, keeping their names for the route."""
+        for peer in (self.prefill, self.decode):
+            if peer is not None and peer.name not in self.earlier_workers:
+                self.earlier_workers.append(peer.name)
+        self.decode = self.prefill = None
+        self.handoff_open = self.prefill_running = False
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.prompt_ids),
+            completion_tokens=len(self.generated),
+            cached_tokens=min(self.cached_tokens, len(self.request.prompt_ids)),
+        )
+
+    def timing(self, now_s: float) -> Timing:
+        left_s = now_s if self.left_queue_at_s is None else self.left_queue_at_s
+        first_s = now_s if self.first_token_at_s is None else self.first_token_at_s
+        arrived_s = self.arrived_at_s
+        return Timing(queued_s=left_s - arrived_s, ttft_s=first_s - arrived_s, total_s=now_s - arrived_s)
+
+    def route(self) -> Route:
+        current = [peer.name if peer is not None else "" for peer in (self.prefill, self.decode)]
+        extra = tuple(name for name in self.earlier_workers if name not in current)
+        return Route(prefill=current[0], decode=current[1], extra=extra)

@@ -1,0 +1,92 @@
+"""Child processes of a launcher: started with a life pipe, a session of their own and a log; ended by SIGTERM, then
+SIGKILL.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Child:
+    """One started process. Its life pipe's write end is held here until the process has been reaped."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    life_fd: int
+    log_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not been reaped."""
+        return self.process.returncode is None
+
+    async def reap(self) -> int:
+        """Wait for its end; the exit status, negative for a signal. One caller only: it closes the life pipe."""
+        exit_status = await self.process.wait()
+        os.close(self.life_fd)
+        return exit_status
+
+    def terminate(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    def describe_end(self) -> str:
+        """How it ended, with the last lines of its log."""
+        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]) or "  (empty)"
+        return f"{self.name} ended with exit status {self.process.returncode}; the end of {self.log_path}:\n{tail}"
+
+
+async def start_child(name: str, module: str, arguments: Sequence[str], log_path: Path) -> Child:
+    """Run `python -m module ARGUMENTS --life-fd N`; its standard output and error are appended to `log_path`."""
+    read_fd, write_fd = os.pipe()
+    try:
+        with log_path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, *arguments, "--life-fd", str(read_fd)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(read_fd,),
+                start_new_session=True,
+            )
+    except BaseException:
+        os.close(write_fd)
+        raise
+    finally:
+        os.close(read_fd)
+    return Child(name, process, write_fd, log_path)
+
+
+async def end_children(children: Sequence[Child], limit_s: float) -> None:
+    """Ask all to leave, kill those that are left after `limit_s`; all are gone on return."""
+    living = [child for child in children if child.is_alive]
+    if not living:
+        return
+    for child in living:
+        child.terminate()
+    waits = [asyncio.ensure_future(child.process.wait()) for child in living]
+    try:
+        await asyncio.wait(waits, timeout=limit_s)
+        for child in living:
+            if child.is_alive:
+                child.kill()
+        await asyncio.wait(waits)
+    finally:  # the caller may have been cancelled
+        for wait in waits:
+            wait.cancel()

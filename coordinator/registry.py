@@ -1,0 +1,238 @@
+"""The workers of a cluster: who joined, who is paired with whom, who is gone. Pure: moments come in, commands go out.
+
+A pairing group is the set of workers with equal fingerprints; pairs exist inside a group only. A worker is lost once
+and for all: when its process (or another) comes back, it is a new WorkerId.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coordinator.effects import Assigned, Send
+from coordinator.snapshot import ClusterSnapshot, Link, WorkerView
+from loopline.messages import (
+    Heartbeat,
+    Pair,
+    PairFailed,
+    PairReady,
+    PeerGone,
+    Register,
+    Role,
+    WorkerId,
+    WorkerLoad,
+    WorkerState,
+)
+
+_LOG = logging.getLogger(__name__)
+_LOST_KEPT = 64  # lost workers that a proof of their end may still come for
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The worker is in. `superseded`: an earlier life of the same process that must be declared lost first."""
+
+    superseded: WorkerId | None
+    commands: tuple[Send, ...]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The worker must not join; the reason is for its log."""
+
+    reason: str
+
+
+@dataclass
+class _Member:
+    """A living worker, or a lost one that is remembered for a while."""
+
+    register: Register
+    heard_at_s: float
+    load: WorkerLoad | None = None
+    draining: bool = False
+    refused: bool = False
+    lost: bool = False
+    proven: bool = False  # its process is known to be gone
+    links: dict[WorkerId, Link] = field(default_factory=dict)  # a prefill worker's
+    failed_pairs: dict[WorkerId, str] = field(default_factory=dict)
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.register.peer.worker
+
+
+class Registry:
+    """Workers by WorkerId, in order of joining."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
+        self._alive: dict[WorkerId, _Member] = {}
+        self._lost: dict[WorkerId, _Member] = {}
+
+    def __contains__(self, worker: WorkerId) -> bool:
+        """Whether it is alive, as far as is known."""
+        return worker in self._alive
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def name(self, worker: WorkerId) -> str:
+        member = self._alive.get(worker) or self._lost.get(worker)
+        return member.register.peer.name if member else f"{worker.uuid}/{worker.epoch}"
+
+    # ---- joining and leaving ---------------------------------------------------------------------------------------
+
+    def join(self, register: Register, now_s: float) -> Joined | Refused:
+        """Take a worker in and pair it with every worker of the other role in its group."""
+        peer = register.peer
+        if peer.worker in self._alive or peer.worker in self._lost:
+            return Refused(f"worker {peer.name}: epoch {peer.worker.epoch} of {peer.worker.uuid} has joined before")
+        namesake = next((m for m in self._alive.values() if m.register.peer.name == peer.name), None)
+        superseded = None
+        if namesake is not None:
+            old = namesake.worker
+            if old.uuid != peer.worker.uuid or old.epoch >= peer.worker.epoch:
+                return Refused(f"a worker named {peer.name} is alive at {namesake.register.peer.address}")
+            superseded = old
+        member = _Member(register, now_s)
+        self._report_group(member, superseded)
+        others = [other for other in self._alive.values() if other.worker != superseded]
+        self._alive[peer.worker] = member
+        commands = [send for other in others for send in _pair(member, other)]
+        return Joined(superseded, tuple(commands))
+
+    def _report_group(self, member: _Member, superseded: WorkerId | None) -> None:
+        others = [other.register for other in self._alive.values() if other.worker != superseded]
+        if any(other.fingerprint == member.register.fingerprint for other in others):
+            return
+        for other in others[:1]:
+            difference = member.register.fingerprint.first_difference(other.fingerprint)
+            _LOG.warning(
+                "%s starts a pairing group of its own; against %s: %s",
+                member.register.peer.name,
+                other.peer.name,
+                difference,
+            )
+
+    def lose(self, worker: WorkerId, proven: bool) -> list[Send]:
+        """It left or its lease lapsed. Tells every worker that may know it; a second call only adds the proof."""
+        member = self._alive.pop(worker, None)
+        if member is None:
+            member = self._lost.get(worker)
+            if member is None or member.proven or not proven:
+                return []
+        member.lost = True
+        member.proven = member.proven or proven
+        self._lost[worker] = member
+        while len(self._lost) > _LOST_KEPT:
+            del self._lost[next(iter(self._lost))]
+        for other in self._alive.values():
+            other.links.pop(worker, None)
+            other.failed_pairs.pop(worker, None)
+        return [
+            Send(other.worker, PeerGone(worker, proven)) for other in self._alive.values() if _may_pair(member, other)
+        ]
+
+    def with_pid(self, pid: int) -> list[WorkerId]:
+        """Workers whose process has this id and is not yet known to be gone."""
+        members = [*self._alive.values(), *self._lost.values()]
+        return [member.worker for member in members if member.register.pid == pid and not member.proven]
+
+    def expired(self, now_s: float) -> list[WorkerId]:
+        """Living workers whose lease ran out."""
+        return [m.worker for m in self._alive.values() if now_s >= m.heard_at_s + self._lease_s]
+
+    def next_expiry_s(self) -> float | None:
+        """When the first lease runs out unless its worker speaks; None without workers."""
+        return min((member.heard_at_s + self._lease_s for member in self._alive.values()), default=None)
+
+    # ---- what workers say (the caller has checked that they are alive) ---------------------------------------------
+
+    def heartbeat(self, worker: WorkerId, message: Heartbeat, now_s: float) -> list[Send]:
+        """Keep the lease; a prefill worker's failed pairs are tried once more."""
+        member = self._alive[worker]
+        member.heard_at_s = now_s
+        member.load = message.load
+        member.draining = message.draining
+        member.refused = False
+        again = [self._alive[decode] for decode in member.failed_pairs if decode in self._alive]
+        member.failed_pairs.clear()
+        return [send for other in again for send in _pair(member, other)]
+
+    def pair_ready(self, worker: WorkerId, message: PairReady) -> bool:
+        """Whether the pair is usable: its decode worker is alive and in the group."""
+        member, decode = self._alive[worker], self._alive.get(message.decode)
+        if decode is None or not _is_pair(member, decode):
+            return False
+        name = decode.register.peer.name
+        member.links[message.decode] = Link(message.decode, name, message.transport, message.bytes_per_s)
+        member.failed_pairs.pop(message.decode, None)
+        return True
+
+    def pair_failed(self, worker: WorkerId, message: PairFailed) -> None:
+        member = self._alive[worker]
+        member.links.pop(message.decode, None)
+        member.failed_pairs[message.decode] = message.reason
+        _LOG.warning("pair %s -> %s failed: %s", member.register.peer.name, self.name(message.decode), message.reason)
+
+    def refused(self, worker: WorkerId) -> None:
+        """It said that it has no room: skip it until its next heartbeat."""
+        if worker in self._alive:
+            self._alive[worker].refused = True
+
+    # ---- the picture -----------------------------------------------------------------------------------------------
+
+    def snapshot(self, now_s: float, assigned: Mapping[WorkerId, tuple[Assigned, ...]]) -> ClusterSnapshot:
+        """Everything at `now_s`; `assigned` is the tracker's table."""
+        names = {member.register.peer.name for member in self._alive.values()}
+        gone = {m.register.peer.name: m for m in self._lost.values() if m.register.peer.name not in names}
+        lost = {name: member for name, member in gone.items() if not member.draining}  # the others left in order
+        members = [*self._alive.values(), *lost.values()]
+        return ClusterSnapshot(tuple(self._view(member, now_s, assigned.get(member.worker, ())) for member in members))
+
+    def _view(self, member: _Member, now_s: float, assigned: tuple[Assigned, ...]) -> WorkerView:
+        register = member.register
+        pairs = () if member.lost else self._ready_pairs(member)
+        return WorkerView(
+            peer=register.peer,
+            role=register.role,
+            state=_state(member, bool(pairs)),
+            pid=register.pid,
+            group=register.fingerprint,
+            capacity=register.capacity,
+            load=member.load,
+            assigned=assigned,
+            ready_pairs=pairs,
+            links=tuple(member.links.values()),
+            refused=member.refused,
+            heartbeat_age_s=now_s - member.heard_at_s,
+        )
+
+    def _ready_pairs(self, member: _Member) -> tuple[WorkerId, ...]:
+        if member.register.role is Role.PREFILL:
+            return tuple(member.links)
+        return tuple(other.worker for other in self._alive.values() if member.worker in other.links)
+
+
+def _state(member: _Member, is_paired: bool) -> WorkerState:
+    if member.lost:
+        return WorkerState.LOST
+    if member.draining:
+        return WorkerState.DRAINING
+    return WorkerState.READY if is_paired else WorkerState.STARTING
+
+
+def _may_pair(one: _Member, other: _Member) -> bool:
+    return one.register.role is not other.register.role and one.register.fingerprint == other.register.fingerprint
+
+
+def _is_pair(prefill: _Member, decode: _Member) -> bool:
+    return prefill.register.role is Role.PREFILL and _may_pair(prefill, decode)
+
+
+def _pair(one: _Member, other: _Member) -> list[Send]:
+    """The command that makes a pair of two workers, where they may be one."""
+    prefill, decode = (one, other) if one.register.role is Role.PREFILL else (other, one)
+    if not _is_pair(prefill, decode) or decode.draining or prefill.draining:
+        return []
+    return [Send(prefill.worker, Pair(decode.register.peer))]

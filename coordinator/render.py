@@ -1,0 +1,125 @@
+"""The coordinator's records -> the public API's messages and statuses. No I/O."""
+
+from typing import Any
+
+import grpc
+
+from coordinator.effects import Ending, Outcome
+from coordinator.snapshot import ClusterSnapshot, WorkerView
+from coordinator.streams import Finish, Tokens
+from loopline.errors import DeadlineExceeded, LooplineError, Overloaded, RequestError, RequestRefused
+from loopline.messages import TokenRow
+from loopline.request import FinishReason, Request
+from loopline.wire import convert
+from loopline.wire._generated.loopline.v1 import loopline_pb2
+
+RETRY_AFTER_MS = 1_000
+_REASONS = {
+    FinishReason.STOP: loopline_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: loopline_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: loopline_pb2.FINISH_REASON_CANCELLED,
+    FinishReason.DEADLINE: loopline_pb2.FINISH_REASON_DEADLINE,
+    FinishReason.ERROR: loopline_pb2.FINISH_REASON_ERROR,
+}
+_ENDINGS = {
+    Ending.CANCELLED: grpc.StatusCode.CANCELLED,
+    Ending.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Ending.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Ending.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
+    Ending.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+}
+Metadata = tuple[tuple[str, str], ...]
+
+
+def error_status(error: LooplineError) -> tuple[grpc.StatusCode, Metadata]:
+    """The status of a request that was not taken, and its trailing metadata."""
+    if isinstance(error, RequestError):
+        return grpc.StatusCode.INVALID_ARGUMENT, ()
+    if isinstance(error, Overloaded):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, (("retry-after-ms", str(RETRY_AFTER_MS)),)
+    if isinstance(error, DeadlineExceeded):
+        return grpc.StatusCode.DEADLINE_EXCEEDED, ()
+    if isinstance(error, RequestRefused):
+        return grpc.StatusCode.UNAVAILABLE, ()
+    return grpc.StatusCode.INTERNAL, ()
+
+
+def ending_status(outcome: Outcome) -> grpc.StatusCode | None:
+    """The status of a request that ended otherwise than by itself; None: a Finished event says it all."""
+    return _ENDINGS.get(outcome.ending)
+
+
+def accepted_event(request: Request) -> Any:
+    return loopline_pb2.GenerateEvent(
+        accepted=loopline_pb2.Accepted(
+            request_id=request.request_id, seed=request.params.seed, prompt_tokens=len(request.prompt_ids)
+        )
+    )
+
+
+def chunk_event(event: Tokens) -> Any:
+    return loopline_pb2.GenerateEvent(
+        chunk=loopline_pb2.Chunk(tokens=[_token(row) for row in event.rows], text=event.text)
+    )
+
+
+def finished_event(event: Finish) -> Any:
+    outcome = event.outcome
+    usage, timing, route = outcome.usage, outcome.timing, outcome.route
+    finished = loopline_pb2.Finished(
+        reason=_REASONS[outcome.reason],
+        text=event.text or "",
+        has_text=event.text is not None,
+        usage=loopline_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        timing=loopline_pb2.Timing(queued_s=timing.queued_s, ttft_s=timing.ttft_s, total_s=timing.total_s),
+        route=loopline_pb2.Route(prefill=route.prefill, decode=route.decode, earlier=route.extra),
+    )
+    if outcome.stats is not None:
+        finished.handoff.CopyFrom(convert.to_proto(outcome.stats))
+    return loopline_pb2.GenerateEvent(finished=finished)
+
+
+def status_message(snapshot: ClusterSnapshot, *, queued: int, running: int, serving: bool, epoch: int) -> Any:
+    return loopline_pb2.Status(
+        workers=[_worker(view) for view in snapshot.workers],
+        queued=queued,
+        running=running,
+        serving=serving,
+        epoch=epoch,
+    )
+
+
+def _token(row: TokenRow) -> Any:
+    token = loopline_pb2.Token(id=row.token_id, depth=row.depth)
+    if row.logprobs is not None:
+        token.logprob = row.logprobs.chosen
+        token.top_logprobs.extend(convert.to_proto(entry) for entry in row.logprobs.top)
+    return token
+
+
+def _worker(view: WorkerView) -> Any:
+    message = loopline_pb2.Worker(
+        name=view.peer.name,
+        role=view.role.value,
+        state=view.state.value,
+        pid=view.pid,
+        address=view.peer.address,
+        uuid=view.worker.uuid,
+        epoch=view.worker.epoch,
+        heartbeat_age_s=view.heartbeat_age_s,
+        links=[
+            loopline_pb2.Link(peer=link.decode_name, transport=link.transport, bytes_per_s=link.bytes_per_s)
+            for link in view.links
+        ],
+    )
+    load = view.load
+    if load is not None:
+        message.running, message.waiting, message.step = load.running, load.waiting, load.step
+        message.blocks.CopyFrom(convert.to_proto(load.blocks))
+        message.handoffs.update(dict(load.handoffs))
+        message.ignored.update(dict(load.ignored))
+    return message

@@ -1,0 +1,147 @@
+"""The coordinator's process: builds the parts from a cluster YAML, listens, serves health, leaves in order."""
+
+import asyncio
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from coordinator.dispatcher import Dispatcher
+from coordinator.intake import Intake
+from coordinator.service import ClusterServicer, LooplineServicer, ModelCard
+from loopline.clock import Clock, MonotonicClock
+from loopline.config import ClusterConfig, load_config
+from loopline.model_spec import ModelSpec, load_model_spec
+from loopline.process import on_terminate, watch_life_pipe, write_json_by_rename
+from loopline.request import InitialState, Limits, SamplingParams
+from loopline.text import TextCodec, load_text
+from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
+from loopline.wire.channel import bind, join_address, server_options
+
+_LOG = logging.getLogger(__name__)
+SERVICE_NAME: str = loopline_pb2.DESCRIPTOR.services_by_name["Loopline"].full_name
+_EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_CLOSE_S = 1.0  # for the last statuses to reach their clients
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Command line of one coordinator process."""
+
+    config_path: Path
+    port: int | None = None
+    """None: the configuration's."""
+    listen_file: Path | None = None
+    """Where to write the address once it listens."""
+    life_fd: int | None = None
+    """Read end of a pipe that the parent holds open; its end means that the parent is gone."""
+
+
+def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock) -> Dispatcher:
+    """A dispatcher for one model; needs a running event loop."""
+    max_loops = config.model.max_loops or spec.default_loops
+    probe = SamplingParams(
+        max_tokens=2,
+        loops=min(spec.default_loops, max_loops),
+        initial_state=InitialState(config.model.initial_state),
+    )
+    return Dispatcher(
+        clock=clock,
+        epoch=time.time_ns(),
+        lease_s=config.membership.lease_s,
+        queue_limit=config.coordinator.queue_limit,
+        limits=Limits(
+            vocab_size=spec.vocab_size,
+            context_tokens=spec.context_tokens,
+            max_loops=max_loops,
+            arena_tokens=spec.context_tokens,
+        ),
+        probe_params=probe,
+        probe_token_id=spec.bos_id or 0,
+    )
+
+
+def build_intake(config: ClusterConfig, spec: ModelSpec, codec: TextCodec | None) -> Intake:
+    return Intake(
+        spec=spec,
+        codec=codec,
+        max_loops=config.model.max_loops or spec.default_loops,
+        initial_state=InitialState(config.model.initial_state),
+        default_deadline_s=config.coordinator.default_deadline_s,
+    )
+
+
+def build_server(dispatcher: Dispatcher, intake: Intake, card: ModelCard, max_message_bytes: int) -> grpc.aio.Server:
+    """A server with both services; not bound, not started."""
+    server = grpc.aio.server(options=server_options(max_message_bytes))
+    add_public: Any = loopline_pb2_grpc.add_LooplineServicer_to_server  # generated code is untyped
+    add_cluster: Any = cluster_pb2_grpc.add_ClusterServicer_to_server
+    add_public(LooplineServicer(dispatcher, intake, card), server)
+    add_cluster(ClusterServicer(dispatcher), server)
+    return server
+
+
+async def serve(options: ServerOptions) -> None:
+    """Run a coordinator until SIGTERM, SIGINT or its parent's end. Raises OperatorError before it listens."""
+    config = load_config(options.config_path)
+    spec = load_model_spec(config.model.path)
+    dispatcher = build_dispatcher(config, spec, MonotonicClock())
+    card = ModelCard(Path(config.model.path).name, _dtype(config, spec))
+    intake = build_intake(config, spec, load_text(config.model.path))
+    server = build_server(dispatcher, intake, card, config.limits.max_message_bytes)
+    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = config.coordinator.port if options.port is None else options.port
+    host = config.coordinator.host
+    address = join_address(_EVERY_HOST.get(host, host), bind(server, host, port))
+    stop = _watch_for_stop(options.life_fd)
+    await server.start()
+    if options.listen_file is not None:
+        write_json_by_rename(options.listen_file, {"address": address, "pid": os.getpid()})
+    _LOG.info("coordinator of %s listens on %s, epoch %d", config.name, address, dispatcher.epoch)
+    async with asyncio.TaskGroup() as tasks:
+        helpers = [
+            tasks.create_task(dispatcher.run()),
+            tasks.create_task(_publish_health(dispatcher, health_servicer)),
+        ]
+        limit_s = config.membership.drain_limit_s if await stop else 0.0
+        await dispatcher.drain(limit_s)
+        dispatcher.close_workers()
+        await server.stop(_CLOSE_S)
+        for helper in helpers:
+            helper.cancel()
+
+
+def _dtype(config: ClusterConfig, spec: ModelSpec) -> str:
+    return spec.checkpoint_dtype if config.model.dtype == "auto" else config.model.dtype
+
+
+async def _publish_health(dispatcher: Dispatcher, servicer: Any) -> None:
+    status = health_pb2.HealthCheckResponse
+    while True:
+        dispatcher.serving_changed.clear()
+        for service in ("", SERVICE_NAME):
+            await servicer.set(service, status.SERVING if dispatcher.serving else status.NOT_SERVING)
+        await dispatcher.serving_changed.wait()
+
+
+def _watch_for_stop(life_fd: int | None) -> asyncio.Future[bool]:
+    """Done when this process should leave; True: there is time to drain."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[bool] = loop.create_future()
+
+    def request_stop(in_order: bool) -> None:
+        if not stop.done():
+            stop.set_result(in_order)
+
+    on_terminate(loop, lambda: request_stop(True))
+    if life_fd is not None:
+        watch_life_pipe(loop, life_fd, lambda: request_stop(False))
+    return stop

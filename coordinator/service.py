@@ -1,0 +1,159 @@
+"""gRPC servicers: the public API, and the workers' side. They convert and wait; the dispatcher decides.
+
+A Generate call holds exactly one request: whatever ends the call first ends the request.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from coordinator.dispatcher import Dispatcher
+from coordinator.intake import Intake
+from coordinator.registry import Refused
+from coordinator.render import (
+    accepted_event,
+    chunk_event,
+    ending_status,
+    error_status,
+    finished_event,
+    status_message,
+)
+from coordinator.streams import Tokens, WorkerStream
+from loopline.errors import LooplineError
+from loopline.messages import Register, Rejected, WorkerId
+from loopline.wire import convert
+from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
+
+_LOG = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """What GetModel says besides limits."""
+
+    name: str
+    dtype: str
+
+
+class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
+    """The public API."""
+
+    def __init__(self, dispatcher: Dispatcher, intake: Intake, card: ModelCard) -> None:
+        self._dispatcher = dispatcher
+        self._intake = intake
+        self._card = card
+
+    async def Generate(self, message: Any, context: Context) -> None:
+        """Accepted, then chunks, then Finished; a failure is the call's status.
+
+        Written to the context and not yielded: a client that goes away cancels this coroutine wherever it waits.
+        """
+        try:
+            submission = self._intake.resolve(message)
+            request = submission.request
+            stream = self._dispatcher.submit(request, submission.deadline_s, submission.decoder)
+        except LooplineError as error:
+            refusal, metadata = error_status(error)
+            await context.abort(refusal, str(error), metadata)
+        if message.label:
+            _LOG.info("request %s: label %r", request.request_id, message.label)
+        try:
+            await context.write(accepted_event(request))
+            while isinstance(event := await stream.next_event(), Tokens):
+                await context.write(chunk_event(event))
+            failure = ending_status(event.outcome)
+            if failure is not None:
+                await context.abort(failure, event.outcome.detail)
+            await context.write(finished_event(event))
+        finally:
+            self._dispatcher.cancel(request.request_id)
+
+    async def GetModel(self, message: Any, context: Context) -> Any:
+        intake, spec = self._intake, self._intake.spec
+        snapshot = self._dispatcher.snapshot()
+        return loopline_pb2.Model(
+            name=self._card.name,
+            family=spec.family.value,
+            dtype=self._card.dtype,
+            vocab_size=spec.vocab_size,
+            context_tokens=spec.context_tokens,
+            default_loops=min(spec.default_loops, intake.max_loops),
+            max_loops=intake.max_loops,
+            has_tokenizer=intake.codec is not None,
+            has_chat_template=intake.codec is not None and intake.codec.has_chat_template,
+            kv_bytes_per_token=max((view.capacity.token_bytes for view in snapshot.workers), default=0),
+            arena_tokens=snapshot.arena_tokens() or 0,
+            stop_token_ids=spec.stop_ids,
+        )
+
+    async def GetStatus(self, message: Any, context: Context) -> Any:
+        dispatcher = self._dispatcher
+        return status_message(
+            dispatcher.snapshot(),
+            queued=dispatcher.num_queued,
+            running=dispatcher.num_running,
+            serving=dispatcher.serving,
+            epoch=dispatcher.epoch,
+        )
+
+
+class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
+    """The workers' and launchers' side."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def Attach(self, messages: AsyncIterator[Any], context: Context) -> None:
+        """One worker's stream, from Register to its loss; it ends when either side is done with the other."""
+        register = await self._first_message(context)
+        stream = self._dispatcher.join(register)
+        if isinstance(stream, Refused):
+            _LOG.warning("worker %s was rejected: %s", register.peer.name, stream.reason)
+            await context.write(convert.wrap_coordinator_message(Rejected(stream.reason), self._dispatcher.epoch))
+            return
+        worker = register.peer.worker
+        tasks = (
+            asyncio.ensure_future(self._write_commands(stream, context)),
+            asyncio.ensure_future(self._read_messages(worker, context)),
+        )
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._dispatcher.lose(worker, proven=False)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def ReportExit(self, message: Any, context: Context) -> Any:
+        _LOG.warning("process %d was reaped with exit status %d", message.pid, message.exit_status)
+        self._dispatcher.on_exit(message.pid)
+        return cluster_pb2.WorkerExitAnswer()
+
+    async def _first_message(self, context: Context) -> Register:
+        envelope = await context.read()
+        if isinstance(envelope, cluster_pb2.WorkerMessage) and envelope.HasField("register"):
+            try:
+                return convert.from_proto(Register, envelope.register)
+            except ValueError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a worker's first message must be Register")
+
+    async def _write_commands(self, stream: WorkerStream, context: Context) -> None:
+        while (message := await stream.next_message()) is not None:
+            await context.write(convert.wrap_coordinator_message(message, self._dispatcher.epoch))
+
+    async def _read_messages(self, worker: WorkerId, context: Context) -> None:
+        while (envelope := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+            try:
+                message, epoch = convert.unwrap_worker_message(envelope)
+            except ValueError as error:
+                _LOG.warning("ignored from %s: %s", worker, error)
+                self._dispatcher.count_garbage()
+            else:
+                self._dispatcher.on_message(worker, message, epoch)

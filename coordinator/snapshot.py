@@ -1,0 +1,74 @@
+"""The cluster at one moment, as frozen records: what the router decides on and what GetStatus shows. No I/O."""
+
+from dataclasses import dataclass
+
+from coordinator.effects import Assigned
+from loopline.messages import Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad, WorkerState
+
+
+@dataclass(frozen=True)
+class Link:
+    """A warmed pair as its prefill worker reported it."""
+
+    decode: WorkerId
+    decode_name: str
+    transport: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerView:
+    """One worker. `ready_pairs` are workers of the other role, alive, that it has a warm link with."""
+
+    peer: Peer
+    role: Role
+    state: WorkerState
+    pid: int
+    group: Fingerprint
+    capacity: Capacity
+    load: WorkerLoad | None
+    assigned: tuple[Assigned, ...]
+    ready_pairs: tuple[WorkerId, ...]
+    links: tuple[Link, ...]
+    refused: bool  # it said "no room" since its last heartbeat
+    heartbeat_age_s: float
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.peer.worker
+
+    @property
+    def takes_work(self) -> bool:
+        return self.state is WorkerState.READY and not self.refused
+
+    @property
+    def token_loops(self) -> int:
+        """Work that was given to it and is left."""
+        return sum(row.token_loops for row in self.assigned)
+
+
+@dataclass(frozen=True)
+class ClusterSnapshot:
+    """All workers: living ones in order of joining, then those lost (not: drained) whose name nobody took over."""
+
+    workers: tuple[WorkerView, ...]
+
+    def with_role(self, role: Role) -> list[WorkerView]:
+        return [view for view in self.workers if view.role is role and view.state is not WorkerState.LOST]
+
+    def find(self, worker: WorkerId) -> WorkerView | None:
+        return next((view for view in self.workers if view.worker == worker), None)
+
+    @property
+    def has_ready_pair(self) -> bool:
+        return any(view.state is WorkerState.READY for view in self.with_role(Role.DECODE))
+
+    def arena_tokens(self) -> int | None:
+        """Tokens of the largest request that some pairing group can run; None while no group has both roles."""
+        most: dict[Fingerprint, dict[Role, int]] = {}
+        for role in Role:
+            for view in self.with_role(role):
+                sizes = most.setdefault(view.group, {})
+                sizes[role] = max(sizes.get(role, 0), view.capacity.total_blocks * view.capacity.block_size)
+        whole = [min(sizes.values()) for sizes in most.values() if len(sizes) == len(Role)]
+        return max(whole) if whole else None

@@ -1,0 +1,318 @@
+"""Every request's life from the queue to its end: worker messages, losses and cancels in, effects out.
+
+Pure: no I/O, an injected clock. The dispatcher calls it and carries the effects out in order. Messages of workers
+that do not fit the current generation, attempt or position are counted in `ignored` and change nothing; an illegal
+call of our own raises.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from coordinator.effects import Assigned, Deliver, Effect, End, Ending, Outcome, Requeue, Send
+from coordinator.life import Life, Move, State
+from loopline.clock import Clock
+from loopline.errors import IllegalTransition
+from loopline.messages import (
+    Bind,
+    Cancel,
+    Cause,
+    Granted,
+    HandoffKey,
+    Peer,
+    Prefilled,
+    RequestFailed,
+    Reserve,
+    Reserved,
+    StartPrefill,
+    StepTokens,
+    TokenRow,
+    WorkerId,
+)
+from loopline.request import FinishReason, Request
+
+MAX_FRUITLESS_ATTEMPTS = 3
+_FREE_REFUSALS = (Cause.NO_ROOM, Cause.DRAINING)  # a worker that said so has not tried
+_FINAL_CAUSES = {
+    Cause.TOO_LARGE: (Ending.TOO_LARGE, FinishReason.ERROR),
+    Cause.INVALID: (Ending.INVALID, FinishReason.ERROR),
+    Cause.DEADLINE: (Ending.DEADLINE, FinishReason.DEADLINE),
+}
+_WITH_TOKENS = (State.PREFILLING, State.DECODING)
+
+
+class Tracker:
+    """Table of live requests, in order of arrival. One that ended is forgotten: what still comes for it is UNKNOWN."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lives: dict[str, Life] = {}
+        self._arrivals = 0
+        self.ignored: Counter[Cause] = Counter()
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._lives
+
+    def __len__(self) -> int:
+        return len(self._lives)
+
+    def state(self, request_id: str) -> State:
+        return self._lives[request_id].state
+
+    def request(self, request_id: str) -> Request:
+        """The request as its current (or next) attempt."""
+        return self._lives[request_id].request
+
+    def order(self, request_id: str) -> int:
+        return self._lives[request_id].order
+
+    def decode_worker(self, request_id: str) -> WorkerId | None:
+        peer = self._lives[request_id].decode
+        return peer.worker if peer is not None else None
+
+    def has_delivered(self, request_id: str) -> bool:
+        """Whether a worker has generated tokens of it: from then on it must stay with workers that compute the same."""
+        return self._lives[request_id].first_token_at_s is not None
+
+    def awaiting_prefill(self) -> list[str]:
+        """Requests that hold a reservation and need a prefill worker, oldest first."""
+        return [request_id for request_id, life in self._lives.items() if life.state is State.RESERVED]
+
+    def num_running(self) -> int:
+        return sum(1 for life in self._lives.values() if life.state is not State.QUEUED)
+
+    def assigned(self) -> dict[WorkerId, tuple[Assigned, ...]]:
+        """What each worker has been given and has not ended: the only source of the router's room."""
+        table: dict[WorkerId, list[Assigned]] = {}
+        for life in self._lives.values():
+            known = life.next_position
+            loops, left = life.request.params.loops, life.request.params.max_tokens - len(life.generated)
+            waits = life.state in (State.RESERVING, State.RESERVED)
+            most = life.request.max_kv_tokens
+            if life.decode is not None:
+                row = Assigned(life.request.request_id, known, most, left * loops, waits)
+                table.setdefault(life.decode.worker, []).append(row)
+            if life.prefill is not None and life.prefill_running:
+                row = Assigned(life.request.request_id, known, most, known * loops, False)
+                table.setdefault(life.prefill.worker, []).append(row)
+        return {worker: tuple(rows) for worker, rows in table.items()}
+
+    # ---- moves that the coordinator makes --------------------------------------------------------------------------
+
+    def admit(self, request: Request, deadline_s: float) -> None:
+        """Take a new request into the table, QUEUED. `deadline_s` is counted from now."""
+        if request.request_id in self._lives:
+            raise IllegalTransition(f"request {request.request_id} is in the table already")
+        now_s = self._clock.now_s()
+        self._lives[request.request_id] = Life(
+            request, self._arrivals, now_s, now_s + deadline_s, generated=list(request.generated_ids)
+        )
+        self._arrivals += 1
+
+    def reserve(self, request_id: str, decode: Peer) -> list[Effect]:
+        """Ask `decode` to hold blocks: a new generation begins."""
+        life = self._lives[request_id]
+        life.move(Move.RESERVE)
+        life.generation += 1
+        life.decode = decode
+        if life.left_queue_at_s is None:
+            life.left_queue_at_s = self._clock.now_s()
+        return [Send(decode.worker, Reserve(life.key, life.request, self._remaining_s(life)))]
+
+    def bind(self, request_id: str, prefill: Peer) -> list[Effect]:
+        """Name `prefill` to the decode worker as the one writer."""
+        life = self._lives[request_id]
+        life.move(Move.BIND)
+        life.prefill, life.prefill_running = prefill, True
+        assert life.decode is not None  # a RESERVED request has one
+        return [Send(life.decode.worker, Bind(life.key, prefill))]
+
+    def cancel(self, request_id: str) -> list[Effect]:
+        """The client went away."""
+        return self._end_by_us(request_id, Ending.CANCELLED, FinishReason.CANCELLED, Cause.CANCELLED, "cancelled")
+
+    def deadline(self, request_id: str) -> list[Effect]:
+        return self._end_by_us(request_id, Ending.DEADLINE, FinishReason.DEADLINE, Cause.DEADLINE, "deadline passed")
+
+    def stop(self, request_id: str) -> list[Effect]:
+        """A stop string was found in the text."""
+        return self._end_by_us(request_id, Ending.FINISHED, FinishReason.STOP, Cause.CANCELLED, "stop string")
+
+    def give_up(self, request_id: str, ending: Ending, detail: str) -> list[Effect]:
+        """End it for a reason of the coordinator's own."""
+        return self._end_by_us(request_id, ending, FinishReason.ERROR, Cause.CANCELLED, detail)
+
+    # ---- what workers say ------------------------------------------------------------------------------------------
+
+    def on_reserved(self, worker: WorkerId, message: Reserved) -> list[Effect]:
+        life = self._current(worker, message.key, decode_only=True)
+        if life is None:
+            return []
+        if life.state is not State.RESERVING or message.cause is Cause.DUPLICATE:
+            return self._ignore(Cause.DUPLICATE)
+        if message.cause is not None:
+            return self._refused(life, worker, message.cause, message.detail)
+        life.move(Move.HOLD)
+        life.cached_tokens = message.cached_tokens
+        return []
+
+    def on_granted(self, worker: WorkerId, message: Granted) -> list[Effect]:
+        life = self._current(worker, message.key, decode_only=True)
+        if life is None:
+            return []
+        if life.state is not State.BINDING or message.cause is Cause.DUPLICATE:
+            return self._ignore(Cause.DUPLICATE)
+        if life.prefill is None or life.decode is None or life.prefill.worker != message.writer:
+            return self._ignore(Cause.WRONG_WRITER)
+        if message.cause is not None:
+            return self._refused(life, worker, message.cause, message.detail)
+        life.move(Move.GRANT)
+        life.handoff_open = True
+        start = StartPrefill(
+            life.key, life.request, life.decode, message.first_block, message.runs, self._remaining_s(life)
+        )
+        return [Send(life.prefill.worker, start)]
+
+    def on_prefilled(self, worker: WorkerId, message: Prefilled) -> list[Effect]:
+        life = self._current(worker, message.key)
+        if life is None:
+            return []
+        if life.state not in _WITH_TOKENS or not life.is_prefill(worker) or message.attempt != life.request.attempt:
+            return self._ignore(Cause.STALE)
+        life.stats = message.stats
+        life.prefill_running = False
+        return self._take_row(life, worker, message.token)
+
+    def on_step_tokens(self, worker: WorkerId, message: StepTokens) -> list[Effect]:
+        effects: list[Effect] = []
+        for row in message.rows:
+            life = self._lives.get(row.request_id)
+            if life is None:
+                self._ignore(Cause.UNKNOWN)
+            elif life.state not in _WITH_TOKENS or not life.is_decode(worker) or row.attempt != life.request.attempt:
+                self._ignore(Cause.STALE)
+            else:  # whatever the row says, this worker runs the request: the handoff is complete
+                life.handoff_open = life.prefill_running = False
+                effects += self._take_row(life, worker, row)
+        return effects
+
+    def on_request_failed(self, worker: WorkerId, message: RequestFailed) -> list[Effect]:
+        life = self._current(worker, message.key)
+        if life is None:
+            return []
+        return self._refused(life, worker, message.cause, message.detail)
+
+    def on_worker_lost(self, worker: WorkerId, name: str) -> list[Effect]:
+        """Restart elsewhere everything that `worker` may hold something of, oldest first."""
+        effects: list[Effect] = []
+        for life in list(self._lives.values()):
+            if worker in life.holders() or (life.is_prefill(worker) and life.prefill_running):
+                effects += self._restart(life, worker, Cause.PEER_LOST, f"worker {name} was lost")
+        return effects
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _take_row(self, life: Life, worker: WorkerId, row: TokenRow) -> list[Effect]:
+        if row.request_id != life.request.request_id or row.attempt != life.request.attempt:
+            return self._ignore(Cause.STALE)
+        if row.position != life.next_position:
+            return self._ignore(Cause.DUPLICATE if row.position < life.next_position else Cause.INCOMPLETE)
+        if row.token_id is None and row.finish is None:
+            return self._ignore(Cause.INVALID)
+        if row.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):
+            return self._restart(life, worker, Cause.INTERNAL, f"a worker ended it with {row.finish}")
+        life.move(Move.TOKEN)
+        if life.first_token_at_s is None:
+            life.first_token_at_s = self._clock.now_s()
+        effects: list[Effect] = []
+        if row.token_id is not None:
+            life.generated.append(row.token_id)
+            life.delivered_in_attempt += 1
+            life.fruitless_attempts = 0
+            effects.append(Deliver(life.request.request_id, row))
+        if row.finish is not None:
+            return effects + self._finish(life, row.finish, by=worker)
+        if len(life.generated) >= life.request.params.max_tokens:
+            return effects + self._finish(life, FinishReason.LENGTH, by=None)
+        return effects
+
+    def _current(self, worker: WorkerId, key: HandoffKey, decode_only: bool = False) -> Life | None:
+        """The request that a message is about, if it is from a worker of the current generation; else it is counted."""
+        life = self._lives.get(key.request_id)
+        if life is None:
+            self._ignore(Cause.UNKNOWN)
+            return None
+        speaks = life.is_decode(worker) or (life.is_prefill(worker) and not decode_only)
+        if key.generation != life.generation or not speaks:
+            self._ignore(Cause.STALE)
+            return None
+        return life
+
+    def _ignore(self, cause: Cause) -> list[Effect]:
+        self.ignored[cause] += 1
+        return []
+
+    def _refused(self, life: Life, worker: WorkerId, cause: Cause, detail: str) -> list[Effect]:
+        """`worker` holds nothing of the request any more and says why."""
+        if life.is_prefill(worker) and not life.handoff_open:
+            return self._ignore(Cause.STALE)  # the decode worker has all that it needs
+        final = _FINAL_CAUSES.get(cause)
+        if final is None:
+            return self._restart(life, worker, cause, f"{cause}: {detail}")
+        return self._close(life, *final, self._cancels(life, cause, but=worker), detail or str(cause))
+
+    def _restart(self, life: Life, worker: WorkerId, cause: Cause, detail: str) -> list[Effect]:
+        """Give the current generation up and queue the request again; `worker` needs no Cancel."""
+        cancels = self._cancels(life, cause, but=worker)
+        is_free = cause in _FREE_REFUSALS
+        if not is_free and life.delivered_in_attempt == 0:
+            life.fruitless_attempts += 1
+        if life.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:
+            text = f"given up after {life.fruitless_attempts} attempts without a new token, the last one: {detail}"
+            return self._close(life, Ending.UNAVAILABLE, FinishReason.ERROR, cancels, text)
+        was_started = life.state in _WITH_TOKENS
+        life.move(Move.REQUEUE)
+        life.leave_workers()
+        attempt = life.request.attempt + (0 if is_free and not was_started else 1)
+        life.request = replace(life.request, attempt=attempt, generated_ids=tuple(life.generated))
+        life.delivered_in_attempt = 0
+        return [*cancels, Requeue(life.request.request_id)]
+
+    def _finish(self, life: Life, reason: FinishReason, by: WorkerId | None) -> list[Effect]:
+        """The request's own end, seen `by` a worker that has given it up itself."""
+        cancels = self._cancels(life, Cause.CANCELLED, but=by)
+        return self._close(life, Ending.FINISHED, reason, cancels, "")
+
+    def _end_by_us(
+        self, request_id: str, ending: Ending, reason: FinishReason, cause: Cause, detail: str
+    ) -> list[Effect]:
+        """Nothing happens where the request has ended already: ends race with each other."""
+        life = self._lives.get(request_id)
+        if life is None:
+            return []
+        return self._close(life, ending, reason, self._cancels(life, cause, but=None), detail)
+
+    def _cancels(self, life: Life, cause: Cause, but: WorkerId | None) -> list[Effect]:
+        return [Send(worker, Cancel(life.key, cause)) for worker in life.holders() if worker != but]
+
+    def _close(
+        self, life: Life, ending: Ending, reason: FinishReason, cancels: Sequence[Effect], detail: str
+    ) -> list[Effect]:
+        life.move(Move.END)
+        del self._lives[life.request.request_id]
+        delivered = f"{len(life.generated)} tokens were delivered"
+        outcome = Outcome(
+            ending=ending,
+            reason=reason,
+            detail=detail if ending is Ending.FINISHED else f"{detail}; {delivered}",
+            usage=life.usage(),
+            timing=life.timing(self._clock.now_s()),
+            route=life.route(),
+            stats=life.stats,
+        )
+        return [*cancels, End(life.request.request_id, outcome)]
+
+    def _remaining_s(self, life: Life) -> float:
+        return max(0.0, life.deadline_at_s - self._clock.now_s())

@@ -1,0 +1,197 @@
+"""What crosses the border of the transfer thread: commands go in, events come out. All frozen, no behaviour. The engine
+and gRPC sides of a worker build commands and take events; `transfer_thread` says from which thread.
+"""
+
+from dataclasses import dataclass
+
+from loopline.messages import Cause, CloseState, HandoffKey, Peer, PushNotice, PushRange, RegionManifest, WorkerId
+
+# ---- commands: prefill side ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConnectPeer:
+    """Add a decode worker and warm the link up. Answer: PeerConnected or PeerConnectFailed. Again is fine; after a
+    failure it connects anew."""
+
+    peer: Peer
+    metadata: bytes
+    region: RegionManifest
+
+
+@dataclass(frozen=True)
+class OpenHandoff:
+    """Start a handoff to a connected worker. `target_blocks[i]` takes block `first_block + i` of the request. Answer:
+    none, or HandoffRefused."""
+
+    key: HandoffKey
+    target: WorkerId
+    first_block: int
+    target_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Push:
+    """Post one push of an open handoff. `source_blocks[i]` holds block `range.first_block + i` of the request, written
+    and visible to the transport before this command. Answer: none, or PushFailed."""
+
+    key: HandoffKey
+    range: PushRange
+    source_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CommitHandoff:
+    """No more pushes follow. Answer: HandoffDrained, or CloseReport if the handoff was closed or failed first."""
+
+    key: HandoffKey
+
+
+@dataclass(frozen=True)
+class Close:
+    """Post nothing more for this or an older generation. Answer: a CloseReport with `waiter` among its waiters once
+    every handle is terminal. Again is fine; an unknown handoff is CLOSED and can never be opened later."""
+
+    key: HandoffKey
+    waiter: object = None
+
+
+@dataclass(frozen=True)
+class RemovePeer:
+    """The worker is *proven* gone: drop its connection; what is in flight to it fails. Answer: PeerRemoved, after the
+    CloseReport of every handoff to it."""
+
+    worker: WorkerId
+
+
+# ---- commands: decode side and both --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Quiesce:
+    """The worker is *proven* gone: poll until its last bytes have landed. Answer: Quiesced."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Let the last notices leave, close the agent and end the thread."""
+
+
+Command = ConnectPeer | OpenHandoff | Push | CommitHandoff | Close | RemovePeer | Quiesce | Stop
+
+
+# ---- events: prefill side ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PeerConnected:
+    """The link works; `bytes_per_s` was measured by the warm-up and includes the target's polling."""
+
+    peer: Peer
+    transport: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class PeerConnectFailed:
+    """The link could not be made, or broke later. Nothing can be opened over it before the next ConnectPeer."""
+
+    peer: Peer
+    reason: str
+
+
+@dataclass(frozen=True)
+class HandoffRefused:
+    """OpenHandoff was not acted on; nothing will be posted and no other event follows."""
+
+    key: HandoffKey
+    cause: Cause
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class PushFailed:
+    """This push will not be counted on any more, and no later one is posted. TRANSFER_FAILED: its handle ended in an
+    error or nothing was posted. TRANSFER_TIMEOUT: its handle is still in flight past the deadline. TOMBSTONED: the
+    handoff was closed first. INTERNAL: a bug. The source blocks are off limits until the CloseReport."""
+
+    key: HandoffKey
+    range: PushRange
+    cause: Cause
+    detail: str
+
+
+@dataclass(frozen=True)
+class TransferCost:
+    """What a handoff's pushes cost. A push has one descriptor per run of blocks contiguous on both sides."""
+
+    pushes: int
+    descriptors: int
+    num_bytes: int
+    transport: str
+
+
+@dataclass(frozen=True)
+class HandoffDrained:
+    """Committed and every handle DONE: the source blocks are free."""
+
+    key: HandoffKey
+    cost: TransferCost
+
+
+@dataclass(frozen=True)
+class CloseReport:
+    """Closed, nothing in flight: the source blocks are free. Comes for every handoff that ends without HandoffDrained,
+    asked for or not, and again for each later Close. `waiters` are those of the Close commands that this answers."""
+
+    key: HandoffKey
+    state: CloseState  # CLOSED or FAILED
+    waiters: tuple[object, ...] = ()
+
+
+@dataclass(frozen=True)
+class PeerRemoved:
+    """Nothing is in flight to that worker any more."""
+
+    worker: WorkerId
+
+
+# ---- events: decode side and both ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PushArrived:
+    """A push has landed. The sender's name is the transport's word; the rest is the sender's."""
+
+    agent_name: str
+    notice: PushNotice
+
+
+@dataclass(frozen=True)
+class Quiesced:
+    """Nothing of that worker has come in for a while, and its connection is gone."""
+
+    worker: WorkerId
+
+
+@dataclass(frozen=True)
+class TransferThreadFailed:
+    """A bug or a broken transport: what was being done is given up, the thread goes on."""
+
+    error: str
+
+
+Event = (
+    PeerConnected
+    | PeerConnectFailed
+    | HandoffRefused
+    | PushFailed
+    | HandoffDrained
+    | CloseReport
+    | PeerRemoved
+    | PushArrived
+    | Quiesced
+    | TransferThreadFailed
+)

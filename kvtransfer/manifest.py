@@ -1,0 +1,125 @@
+"""Arithmetic of blocks, runs and descriptors: what a push looks like to a transport. Pure; called by the sender.
+
+Shape legend: N = number of descriptors, one per run of blocks that is contiguous on both sides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loopline.errors import TransferError
+from loopline.messages import BlockRun, RegionManifest
+
+
+class PairedRun(NamedTuple):
+    """`num_blocks` blocks that are consecutive in the source arena and in the target arena."""
+
+    source_start: int
+    target_start: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Descriptors:
+    """One side of a write. Row i is (address, number of bytes, device id); row i has as many bytes on both sides."""
+
+    memory_kind: str  # "DRAM" | "VRAM"
+    rows: NDArray[np.uint64]  # [N, 3]
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.rows[:, 1].sum())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def coalesce(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> tuple[PairedRun, ...]:
+    """Group blocks into the fewest runs that are consecutive on both sides, in the order given.
+
+    Raises ValueError when the two sides have different lengths.
+    """
+    if len(source_blocks) != len(target_blocks):
+        raise ValueError(f"{len(source_blocks)} source blocks for {len(target_blocks)} target blocks")
+    runs: list[PairedRun] = []
+    for source, target in zip(source_blocks, target_blocks, strict=True):
+        if runs:
+            start, target_start, count = runs[-1]
+            if source == start + count and target == target_start + count:
+                runs[-1] = PairedRun(start, target_start, count + 1)
+                continue
+        runs.append(PairedRun(source, target, 1))
+    return tuple(runs)
+
+
+def expand_runs(runs: Sequence[BlockRun]) -> tuple[int, ...]:
+    """The block ids of `runs`, in order."""
+    return tuple(chain.from_iterable(range(run.start, run.start + run.count) for run in runs))
+
+
+def collapse_blocks(block_ids: Sequence[int]) -> tuple[BlockRun, ...]:
+    """The fewest runs whose expansion is `block_ids`."""
+    return tuple(BlockRun(run.source_start, run.num_blocks) for run in coalesce(block_ids, block_ids))
+
+
+def slice_runs(runs: Sequence[BlockRun], skip: int, count: int) -> tuple[BlockRun, ...]:
+    """The part of `runs` that holds its blocks number `skip` to `skip + count` (exclusive), as runs.
+
+    Raises ValueError when `runs` has fewer blocks than that.
+    """
+    if skip < 0 or count < 0:
+        raise ValueError(f"skip {skip} and count {count} must not be negative")
+    part: list[BlockRun] = []
+    for run in runs:
+        first = min(skip, run.count)
+        taken = min(count, run.count - first)
+        if taken:
+            part.append(BlockRun(run.start + first, taken))
+        skip -= first
+        count -= taken
+    if skip or count:
+        raise ValueError(f"runs end {skip + count} blocks too early")
+    return tuple(part)
+
+
+def paired_descriptors(
+    source: RegionManifest, target: RegionManifest, runs: Sequence[PairedRun]
+) -> tuple[Descriptors, Descriptors]:
+    """Both sides of a push: one descriptor per run, [N, 3] each.
+
+    Raises TransferError when a block is outside a region's total or the block sizes differ.
+    """
+    if source.block_bytes != target.block_bytes:
+        raise TransferError(f"a block has {source.block_bytes} bytes here and {target.block_bytes} at the target")
+    table = np.array(runs, dtype=np.int64).reshape(-1, 3)
+    return (
+        _descriptors(source, table[:, 0], table[:, 2]),
+        _descriptors(target, table[:, 1], table[:, 2]),
+    )
+
+
+def null_descriptors(region: RegionManifest, repeats: int) -> Descriptors:
+    """The null block, `repeats` times: [repeats, 3]. What warm-up writes read and write."""
+    rows = np.empty((repeats, 3), dtype=np.uint64)
+    rows[:] = (region.base_address + region.null_block * region.block_bytes, region.block_bytes, region.device_id)
+    return Descriptors(region.memory_kind, rows)
+
+
+def _descriptors(region: RegionManifest, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> Descriptors:
+    """[N] starts and counts, in blocks, to [N, 3] bytes."""
+    outside = (starts < 0) | (counts < 1) | (starts + counts > region.num_blocks)
+    if outside.any():
+        worst = int(np.argmax(outside))
+        raise TransferError(
+            f"blocks {int(starts[worst])}..{int(starts[worst] + counts[worst]) - 1} are not all inside "
+            f"the region's {region.num_blocks} blocks"
+        )
+    rows = np.empty((len(starts), 3), dtype=np.uint64)
+    rows[:, 0] = starts.astype(np.uint64) * np.uint64(region.block_bytes) + np.uint64(region.base_address)
+    rows[:, 1] = counts.astype(np.uint64) * np.uint64(region.block_bytes)
+    rows[:, 2] = region.device_id
+    return Descriptors(region.memory_kind, rows)
