@@ -20,9 +20,8 @@ from coordinator.streams import ClientStream, WorkerStream
 from coordinator.tracker import Tracker
 from loopline.clock import Clock
 from loopline.errors import RequestRefused, RequestTooLarge
+from loopline.identity import Cause, Fingerprint, WorkerId
 from loopline.messages import (
-    Cause,
-    Fingerprint,
     Granted,
     Heartbeat,
     PairFailed,
@@ -33,7 +32,6 @@ from loopline.messages import (
     Reserved,
     StepTokens,
     Welcome,
-    WorkerId,
     WorkerMessage,
 )
 from loopline.request import Limits, Request, SamplingParams, check_request

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loopline.messages import CoordinatorMessage, HandoffStats, TokenRow, WorkerId
+from loopline.identity import WorkerId
+from loopline.messages import CoordinatorMessage, HandoffStats, TokenRow
 from loopline.request import FinishReason, Route, Timing, Usage
 
 

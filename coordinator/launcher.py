@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from coordinator.processes import Child, end_children, start_child
 from loopline.config import ClusterConfig, load_config
 from loopline.errors import LooplineError, OperatorError, PeerLost
-from loopline.messages import Role, WorkerState
+from loopline.identity import Role, WorkerState
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_channel
 

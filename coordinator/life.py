@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from loopline.errors import IllegalTransition
-from loopline.messages import HandoffKey, HandoffStats, Peer, WorkerId
+from loopline.identity import HandoffKey, Peer, WorkerId
+from loopline.messages import HandoffStats
 from loopline.request import Request, Route, Timing, Usage
 
 

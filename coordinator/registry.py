@@ -10,18 +10,8 @@ from dataclasses import dataclass, field
 
 from coordinator.effects import Assigned, Send
 from coordinator.snapshot import ClusterSnapshot, Link, WorkerView
-from loopline.messages import (
-    Heartbeat,
-    Pair,
-    PairFailed,
-    PairReady,
-    PeerGone,
-    Register,
-    Role,
-    WorkerId,
-    WorkerLoad,
-    WorkerState,
-)
+from loopline.identity import Role, WorkerId, WorkerLoad, WorkerState
+from loopline.messages import Heartbeat, Pair, PairFailed, PairReady, PeerGone, Register
 
 _LOG = logging.getLogger(__name__)
 _LOST_KEPT = 64  # lost workers that a proof of their end may still come for

@@ -6,7 +6,7 @@ name.
 """
 
 from coordinator.snapshot import ClusterSnapshot, WorkerView
-from loopline.messages import Fingerprint, Role
+from loopline.identity import Fingerprint, Role
 from loopline.request import Request
 
 

@@ -25,7 +25,8 @@ from coordinator.render import (
 )
 from coordinator.streams import Tokens, WorkerStream
 from loopline.errors import LooplineError
-from loopline.messages import Register, Rejected, WorkerId
+from loopline.identity import WorkerId
+from loopline.messages import Register, Rejected
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from coordinator.effects import Assigned
-from loopline.messages import Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad, WorkerState
+from loopline.identity import Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad, WorkerState
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,11 @@ from coordinator.effects import Assigned, Deliver, Effect, End, Ending, Outcome,
 from coordinator.life import Life, Move, State
 from loopline.clock import Clock
 from loopline.errors import IllegalTransition
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import (
     Bind,
     Cancel,
-    Cause,
     Granted,
-    HandoffKey,
-    Peer,
     Prefilled,
     RequestFailed,
     Reserve,
@@ -27,7 +25,6 @@ from loopline.messages import (
     StartPrefill,
     StepTokens,
     TokenRow,
-    WorkerId,
 )
 from loopline.request import FinishReason, Request
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from decode_worker.policy import DecodePolicy
 from decode_worker.worker import build_role
 from loopline.errors import OperatorError
+from loopline.process import leave
 from loopline.worker.main import parse_worker_arguments
 from loopline.worker.runtime import EXIT_OPERATOR, run_worker
 
@@ -21,4 +22,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -31,16 +31,14 @@ from kvtransfer.handoff import Granted as GrantEffect
 from kvtransfer.receive_table import ReceiveTable
 from loopline.clock import Clock
 from loopline.engine.engine import Engine
+from loopline.identity import Cause, HandoffKey, Peer
 from loopline.kv.block_pool import runs_of
 from loopline.kv.ledger import Allocation
 from loopline.messages import (
     Bind,
     Cancel,
-    Cause,
     CommitAnswer,
     Granted,
-    HandoffKey,
-    Peer,
     PeerGone,
     RequestFailed,
     Reserve,

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from loopline.identity import HandoffKey, Peer
 from loopline.messages import (
     CloseHandoff,
     CloseState,
@@ -16,8 +17,6 @@ from loopline.messages import (
     Connect,
     Connected,
     HandoffClosed,
-    HandoffKey,
-    Peer,
 )
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc

@@ -4,7 +4,8 @@ and gRPC sides of a worker build commands and take events; `transfer_thread` say
 
 from dataclasses import dataclass
 
-from loopline.messages import Cause, CloseState, HandoffKey, Peer, PushNotice, PushRange, RegionManifest, WorkerId
+from loopline.identity import Cause, HandoffKey, Peer, RegionManifest, WorkerId
+from loopline.messages import CloseState, PushNotice, PushRange
 
 # ---- commands: prefill side ----------------------------------------------------------------------------------------
 

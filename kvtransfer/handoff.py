@@ -14,7 +14,8 @@ from enum import StrEnum
 from typing import Literal, TypeVar
 
 from loopline.errors import IllegalTransition
-from loopline.messages import Cause, CloseState, Commit, HandoffKey, Peer, WorkerId
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.messages import CloseState, Commit
 
 MAX_TOMBSTONES = 65_536
 

@@ -9,7 +9,7 @@ from kvtransfer.commands import ConnectPeer, Event, PeerConnected, PeerConnectFa
 from kvtransfer.manifest import null_descriptors
 from loopline.clock import Clock
 from loopline.errors import TransferError
-from loopline.messages import Peer, RegionManifest, WorkerId
+from loopline.identity import Peer, RegionManifest, WorkerId
 
 WARM_UP_NOTICE = b"loopline-warm-up"
 """Rides on warm-up writes; receivers drop it."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loopline.errors import TransferError
-from loopline.messages import BlockRun, RegionManifest
+from loopline.identity import BlockRun, RegionManifest
 
 
 class PairedRun(NamedTuple):

@@ -45,7 +45,8 @@ from kvtransfer.handoff import (
     advance,
 )
 from loopline.errors import InvariantBroken
-from loopline.messages import Cause, CloseState, Commit, HandoffKey, Peer, PushNotice, PushRange, WorkerId
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.messages import CloseState, Commit, PushNotice, PushRange
 
 MAX_GONE_WORKERS = 4_096
 

@@ -9,7 +9,8 @@ from kvtransfer.commands import Event, PushArrived, Quiesced
 from kvtransfer.handoff import IgnoredCounts
 from kvtransfer.links import WARM_UP_NOTICE
 from loopline.clock import Clock
-from loopline.messages import Cause, PushNotice, WorkerId
+from loopline.identity import Cause, WorkerId
+from loopline.messages import PushNotice
 
 QUIET_ROUNDS = 16
 QUIET_S = 0.25

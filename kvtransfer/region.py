@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvtransfer.agent import TransferAgent
 from loopline.errors import InvariantBroken
-from loopline.messages import RegionManifest
+from loopline.identity import RegionManifest
 
 MEMORY_KINDS = ("DRAM", "VRAM")
 

@@ -33,7 +33,8 @@ from kvtransfer.handoff import (
     advance,
 )
 from loopline.errors import IllegalTransition
-from loopline.messages import Cause, CloseState, HandoffKey, PushRange, WorkerId
+from loopline.identity import Cause, HandoffKey, WorkerId
+from loopline.messages import CloseState, PushRange
 
 
 @dataclass(slots=True)

@@ -25,7 +25,8 @@ from kvtransfer.manifest import coalesce, paired_descriptors
 from kvtransfer.send_table import SendTable
 from loopline.clock import Clock
 from loopline.errors import TransferError
-from loopline.messages import Cause, HandoffKey, PushNotice, PushRange, RegionManifest, WorkerId
+from loopline.identity import Cause, HandoffKey, RegionManifest, WorkerId
+from loopline.messages import PushNotice, PushRange
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ from kvtransfer.region import ArenaSpan, RegisteredRegion
 from kvtransfer.sender import Sender
 from loopline.clock import Clock
 from loopline.errors import InvariantBroken, TransferError
-from loopline.messages import PushNotice, RegionManifest, WorkerId
+from loopline.identity import RegionManifest, WorkerId
+from loopline.messages import PushNotice
 from loopline.settings import TransferSettings
 
 logger = logging.getLogger(__name__)

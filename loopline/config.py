@@ -147,8 +147,8 @@ class RoutingConfig(Section):
 
     policy: Literal["least_work"] = "least_work"
     """least_work: the workers with the least queued work, in token-loops."""
-    local_prefill_below_tokens: CountOrZero = 0
-    """Prompts with fewer uncached tokens are prefilled on the decode worker itself; 0: none."""
+    local_prefill_below_tokens: Literal[0] = 0
+    """Prompts with fewer uncached tokens are prefilled on the decode worker itself; 0, the only value yet: none."""
 
 
 class LimitsConfig(Section):

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from loopline.errors import OperatorError
+from loopline.process import leave
 from loopline.worker.main import parse_worker_arguments
 from loopline.worker.runtime import EXIT_OPERATOR, run_worker
 from prefill_worker.policy import PrefillPolicy
@@ -21,4 +22,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

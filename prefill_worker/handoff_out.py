@@ -32,26 +32,23 @@ from kvtransfer.commands import (
 from kvtransfer.manifest import coalesce
 from loopline.clock import Clock
 from loopline.engine.engine import Engine
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.kv.block_pool import ids_of
 from loopline.kv.ledger import Allocation
 from loopline.messages import (
     Cancel,
-    Cause,
     CloseState,
     Commit,
     HandoffClosed,
-    HandoffKey,
     HandoffStats,
     PairFailed,
     PairReady,
-    Peer,
     PeerGone,
     Prefilled,
     PushRange,
     RequestFailed,
     StartPrefill,
     TokenRow,
-    WorkerId,
     WorkerMessage,
 )
 from loopline.request import Request

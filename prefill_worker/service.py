@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from kvtransfer.commands import Command, ConnectPeer, PeerConnectFailed
+from loopline.identity import Peer, WorkerId
 from loopline.messages import (
     CloseHandoff,
     CloseState,
@@ -17,8 +18,6 @@ from loopline.messages import (
     Connect,
     Connected,
     HandoffClosed,
-    Peer,
-    WorkerId,
 )
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc

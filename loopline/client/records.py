@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loopline.messages import BlockCounts, HandoffStats
+from loopline.identity import BlockCounts
+from loopline.messages import HandoffStats
 from loopline.request import FinishReason, Route, Timing, TokenLogprobs, Usage
 
 

@@ -12,10 +12,10 @@ import torch
 from loopline import PROTOCOL_VERSION
 from loopline.engine.capacity import blocks_for_arena
 from loopline.engine.runner import Runner, StateSource
+from loopline.identity import Capacity, Fingerprint
 from loopline.kv.arena import Arena, allocate_arena
 from loopline.kv.layout import KVLayout
 from loopline.kv.ledger import Ledger
-from loopline.messages import Capacity, Fingerprint
 from loopline.model import LoopedModel, initial_state, load_model
 from loopline.model.weights import weights_digest
 from loopline.model_spec import ModelSpec

@@ -5,7 +5,6 @@ is the scheduler's commit.
 """
 
 from collections.abc import Callable, Sequence
-
 from typing import Protocol
 
 import torch

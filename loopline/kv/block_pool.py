@@ -10,7 +10,7 @@ same calls give the same blocks.
 from collections.abc import Iterable
 
 from loopline.errors import InvariantBroken
-from loopline.messages import BlockRun
+from loopline.identity import BlockRun
 
 
 class BlockPool:

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from loopline.errors import AuditFailed, InvariantBroken, WrittenContractBroken
+from loopline.identity import BlockCounts
 from loopline.kv.block_pool import BlockPool, ids_of, runs_of
-from loopline.messages import BlockCounts
 
 
 @dataclass(eq=False)

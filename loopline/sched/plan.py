@@ -6,8 +6,9 @@ loop 0 to its rows' depth. Depth belongs to (row, position).
 
 from dataclasses import dataclass
 
+from loopline.identity import Cause
 from loopline.kv.ledger import Allocation
-from loopline.messages import Cause, TokenRow
+from loopline.messages import TokenRow
 from loopline.request import SamplingParams, TokenId, TokenLogprobs
 
 

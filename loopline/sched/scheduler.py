@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from loopline.errors import InvariantBroken
+from loopline.identity import Cause
 from loopline.kv.ledger import Allocation, Ledger
-from loopline.messages import Cause, TokenRow
+from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request, TokenLogprobs
 from loopline.sched.budget import StepBudget, chunk_end
 from loopline.sched.plan import (

@@ -3,7 +3,7 @@
 import heapq
 
 from loopline.clock import Clock
-from loopline.messages import HandoffKey
+from loopline.identity import HandoffKey
 
 
 class Deadlines:

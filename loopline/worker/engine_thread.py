@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from loopline.engine.engine import Engine
-from loopline.messages import BlockCounts, WorkerLoad
+from loopline.identity import BlockCounts, WorkerLoad
 from loopline.sched.plan import StepOutcome
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed, HandoffKey, WorkerId
+from loopline.identity import HandoffKey, WorkerId
+from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,8 @@ from kvtransfer.transfer_thread import NoticeCodec, TransferEndpoint, TransferTh
 from loopline.clock import Clock, MonotonicClock
 from loopline.engine.engine import Engine
 from loopline.errors import OperatorError, TransferError
-from loopline.messages import (
-    CoordinatorMessage,
-    Drain,
-    Fingerprint,
-    Heartbeat,
-    Peer,
-    Register,
-    Role,
-    WorkerId,
-    WorkerMessage,
-)
+from loopline.identity import Fingerprint, Peer, Role, WorkerId
+from loopline.messages import CoordinatorMessage, Drain, Heartbeat, Register, WorkerMessage
 from loopline.process import on_terminate, watch_life_pipe
 from loopline.sched.policy import RolePolicy
 from loopline.settings import WorkerSettings

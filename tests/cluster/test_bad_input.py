@@ -34,8 +34,8 @@ def call(address: str, **fields: Any) -> grpc.RpcError:
 REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("no prompt", {}, "prompt"),
     ("empty ids", {"token_ids": loopline_pb2.TokenIds()}, "prompt is empty"),
-    ("empty text", {"text": b""}, "prompt is empty"),
-    ("id outside the vocabulary", {"token_ids": loopline_pb2.TokenIds(ids=[5, 320])}, r"prompt\[1\].*320.*319"),
+    ("empty text", {"text": b""}, "text is empty"),
+    ("id outside the vocabulary", {"token_ids": loopline_pb2.TokenIds(ids=[5, 320])}, r"token_ids\[1\].*320.*319"),
     ("huge id", {"token_ids": loopline_pb2.TokenIds(ids=[2**32 - 1])}, "4294967295"),
     ("past the context", {"token_ids": IDS, "sampling": {"max_tokens": 2046}}, "2049.*2048"),
     ("max_tokens 0", {"token_ids": IDS, "sampling": {"max_tokens": 0}}, "max_tokens is 0"),

@@ -14,7 +14,7 @@ PROMPT = tuple(b"def main(arguments):\n    parser = argparse.ArgumentParser(desc
 
 def test_killing_the_client_mid_stream_frees_everything(ouro: Cluster) -> None:
     command = [str(LOOPLINE), "generate", "--address", ouro.address, "--prompt", "class Parser:"]
-    client = subprocess.Popen([*command, "--max-tokens", "1500", "--ignore-eos"], stdout=subprocess.PIPE)
+    client = subprocess.Popen([*command, "--max-tokens", "900", "--ignore-eos"], stdout=subprocess.PIPE)
     assert client.stdout is not None
     assert os.read(client.stdout.fileno(), 1), "text arrives while the answer is made"
     assert ouro.client.status().running == 1
@@ -26,7 +26,7 @@ def test_killing_the_client_mid_stream_frees_everything(ouro: Cluster) -> None:
 
 def test_closing_the_stream_at_each_event_frees_everything(ouro: Cluster) -> None:
     for most_events in range(4):
-        stream = ouro.client.generate(PROMPT, max_tokens=1000, ignore_eos=True)
+        stream = ouro.client.generate(PROMPT, max_tokens=600, ignore_eos=True)
         for event, _ in zip(stream, range(most_events + 1), strict=False):
             assert isinstance(event, Accepted | Chunk)
         stream.close()

@@ -34,7 +34,8 @@ from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.region import ArenaSpan
 from kvtransfer.transfer_thread import NoticeCodec, TransferThread
 from loopline.clock import MonotonicClock
-from loopline.messages import Cause, CloseState, HandoffKey, Peer, PushNotice, PushRange, WorkerId
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.messages import CloseState, PushNotice, PushRange
 from loopline.settings import TransferSettings
 from loopline.wire.convert import decode_push_notice, encode_push_notice
 

@@ -19,7 +19,7 @@ from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.receiver import Receiver
 from loopline.clock import MonotonicClock
 from loopline.errors import TransferError
-from loopline.messages import WorkerId
+from loopline.identity import WorkerId
 from loopline.settings import TransferSettings
 from loopline.wire.convert import decode_push_notice
 

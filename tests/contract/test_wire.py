@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopline import messages
-from loopline.messages import Capacity, HandoffKey, PushNotice, PushRange, WorkerId
+from loopline.identity import Capacity, HandoffKey, WorkerId
+from loopline.messages import PushNotice, PushRange
 from loopline.request import InitialState, Request, SamplingParams, TokenLogprobs
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2

@@ -114,9 +114,7 @@ def test_bf16_choices_are_within_the_references_own_error(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_continuations(name: str) -> None:
     cases = load_trained(name)
-    settings = EngineSettings(
-        model_path=str(MODELS / name), dtype="fp32", block_size=16, num_blocks=64, scheduler=WIDE
-    )
+    settings = EngineSettings(model_path=str(MODELS / name), dtype="fp32", block_size=16, num_blocks=64, scheduler=WIDE)
     engine = LocalEngine(settings)
     requests = [
         Request(

@@ -30,16 +30,8 @@ from kvtransfer.handoff import (
 )
 from kvtransfer.receive_table import ReceiveTable
 from loopline.errors import IllegalTransition
-from loopline.messages import (
-    Cause,
-    Commit,
-    HandoffKey,
-    Peer,
-    PushNotice,
-    PushRange,
-    TokenRow,
-    WorkerId,
-)
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.messages import Commit, PushNotice, PushRange, TokenRow
 from tests.property.handoff_records import Answer, Ask, Bind, Cancel, Message, Notice, Start, Task, Write, Writer
 
 NUM_BLOCKS = 12

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 from kvtransfer.handoff import AskClose, Granted
 from kvtransfer.send_table import SendTable
-from loopline.messages import CloseState, Commit, HandoffKey, Peer, PushNotice, PushRange, WorkerId
+from loopline.identity import HandoffKey, Peer, WorkerId
+from loopline.messages import CloseState, Commit, PushNotice, PushRange
 
 
 @dataclass(eq=False)

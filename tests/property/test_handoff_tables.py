@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import get_args
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,10 +14,11 @@ from kvtransfer.handoff import Activate, ReceiveEffect, SendEffect
 from tests.property.handoff_cluster import Cluster
 
 SOAK = os.environ.get("LOOPLINE_SOAK") == "1"
-NUM_SCRIPTS = 30_000 if SOAK else 300
+NUM_SCRIPTS = 20_000 if SOAK else 300
 MAX_STEPS = 800 if SOAK else 400
 
 
+@pytest.mark.timeout(1800 if SOAK else 120)
 @settings(max_examples=NUM_SCRIPTS, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), num_steps=st.integers(50, MAX_STEPS))
 def test_no_script_gives_a_block_two_writers_or_leaves_one_held(seed: int, num_steps: int) -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from loopline.errors import InvariantBroken, WrittenContractBroken
+from loopline.identity import BlockRun
 from loopline.kv.block_pool import BlockPool, ids_of, runs_of
 from loopline.kv.ledger import Allocation, Ledger
-from loopline.messages import BlockRun
 
 SOAK = os.environ.get("LOOPLINE_SOAK") == "1"
 EXAMPLES = 500 if SOAK else 40

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loopline.errors import InvariantBroken
+from loopline.identity import Cause
 from loopline.kv.ledger import Allocation, Ledger
-from loopline.messages import Cause, TokenRow
+from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request, SamplingParams
 from loopline.sched.plan import SampledToken, StepPlan, StepResult
 from loopline.sched.policy import Demand, UnifiedPolicy

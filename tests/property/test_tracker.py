@@ -15,15 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from coordinator.effects import Deliver, Effect, End, Requeue, Send
 from coordinator.life import State
 from coordinator.tracker import Tracker
+from loopline.identity import BlockRun, Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import (
     Bind,
-    BlockRun,
     Cancel,
-    Cause,
     Granted,
-    HandoffKey,
     HandoffStats,
-    Peer,
     Prefilled,
     RequestFailed,
     Reserve,
@@ -31,7 +28,6 @@ from loopline.messages import (
     StartPrefill,
     StepTokens,
     TokenRow,
-    WorkerId,
 )
 from loopline.request import FinishReason, Request, SamplingParams
 from tests.unit.coordinator.builders import VirtualClock

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from loopline.engine.engine import Engine
 from loopline.engine.local import LocalEngine
+from loopline.identity import Cause, HandoffKey
 from loopline.messages import (
     Bind,
     Cancel,
-    Cause,
     CoordinatorMessage,
     Granted,
-    HandoffKey,
     Prefilled,
     RequestFailed,
     Reserve,

@@ -14,17 +14,8 @@ from kvtransfer.region import ArenaSpan, RegisteredRegion
 from kvtransfer.sender import Sender
 from loopline.clock import MonotonicClock
 from loopline.engine.engine import Engine
-from loopline.messages import (
-    CloseHandoff,
-    CloseState,
-    Commit,
-    CommitAnswer,
-    HandoffClosed,
-    HandoffKey,
-    Peer,
-    WorkerId,
-    WorkerMessage,
-)
+from loopline.identity import HandoffKey, Peer, WorkerId
+from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed, WorkerMessage
 from loopline.settings import EngineSettings, SchedulerSettings
 from loopline.wire.convert import decode_push_notice, encode_push_notice
 from loopline.worker.events import CloseAsked, CommitReceived, WriterClosed

@@ -12,8 +12,8 @@ from loopline.cli.main import app, main
 from loopline.cli.options import request_options
 from loopline.cli.status import audit_faults
 from loopline.client import ClusterStatus, WorkerInfo
+from loopline.identity import BlockCounts
 from loopline.intake import Chat, RequestOptions
-from loopline.messages import BlockCounts
 from loopline.request import InitialState
 
 ROOT = Path(__file__).parents[3]

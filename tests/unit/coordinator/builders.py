@@ -1,26 +1,28 @@
 """Short ways to records that the coordinator's tests need, and a clock that only tests move."""
 
 from coordinator.effects import Assigned
-from loopline.messages import (
+from loopline.identity import (
     BlockCounts,
     BlockRun,
     Capacity,
     Cause,
     Fingerprint,
-    Granted,
     HandoffKey,
+    Peer,
+    Role,
+    WorkerId,
+    WorkerLoad,
+)
+from loopline.messages import (
+    Granted,
     HandoffStats,
     Heartbeat,
-    Peer,
     Prefilled,
     Register,
     RequestFailed,
     Reserved,
-    Role,
     StepTokens,
     TokenRow,
-    WorkerId,
-    WorkerLoad,
 )
 from loopline.request import FinishReason, Request, SamplingParams
 

@@ -18,26 +18,21 @@ from coordinator.server import build_dispatcher, build_intake, build_server
 from coordinator.service import ModelCard
 from loopline.clock import MonotonicClock
 from loopline.config import ClusterConfig
+from loopline.identity import BlockRun, Cause, HandoffKey, Peer, Role, WorkerId
 from loopline.messages import (
     Bind,
-    BlockRun,
     Cancel,
-    Cause,
     CoordinatorMessage,
     Granted,
-    HandoffKey,
     Pair,
     PairReady,
-    Peer,
     Prefilled,
     Reserve,
     Reserved,
-    Role,
     StartPrefill,
     StepTokens,
     TokenRow,
     Welcome,
-    WorkerId,
     WorkerMessage,
 )
 from loopline.model_spec import load_model_spec

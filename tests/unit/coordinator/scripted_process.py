@@ -7,7 +7,7 @@ import sys
 import uuid
 from dataclasses import dataclass, field
 
-from loopline.messages import Role
+from loopline.identity import Role
 from tests.unit.coordinator.builders import heartbeat
 from tests.unit.coordinator.cluster import ScriptedWorker
 

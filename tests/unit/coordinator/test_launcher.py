@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.launcher import LocalLauncher
 from loopline.errors import OperatorError, PeerLost
-from loopline.messages import Role
+from loopline.identity import Role
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_channel
 from tests.unit.coordinator.cluster import MODEL, WAIT_S, token_at, until

@@ -4,7 +4,8 @@ import pytest
 
 from coordinator.effects import Send
 from coordinator.registry import Joined, Refused, Registry
-from loopline.messages import Pair, PairFailed, PairReady, PeerGone, Role, WorkerState
+from loopline.identity import Role, WorkerState
+from loopline.messages import Pair, PairFailed, PairReady, PeerGone
 from tests.unit.coordinator.builders import OTHER_FINGERPRINT, heartbeat, peer, register
 
 P, D = register("prefill-0", Role.PREFILL, pid=10), register("decode-0", Role.DECODE, pid=11)

@@ -4,7 +4,8 @@ from coordinator.effects import Assigned
 from coordinator.registry import Registry
 from coordinator.router import choose_decode, choose_prefill
 from coordinator.snapshot import ClusterSnapshot
-from loopline.messages import Fingerprint, PairReady, Register, Role, WorkerId
+from loopline.identity import Fingerprint, Role, WorkerId
+from loopline.messages import PairReady, Register
 from tests.unit.coordinator.builders import (
     FINGERPRINT,
     OTHER_FINGERPRINT,

@@ -8,7 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from loopline.messages import Cancel, Cause, PeerGone, Rejected, Reserve
+from loopline.identity import Cause
+from loopline.messages import Cancel, PeerGone, Rejected, Reserve
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2
 from loopline.wire.channel import open_channel
 from tests.unit.coordinator.builders import heartbeat

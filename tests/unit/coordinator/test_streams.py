@@ -2,7 +2,8 @@ import asyncio
 
 from coordinator.effects import Ending, Outcome
 from coordinator.streams import ClientStream, Finish, Tokens, WorkerStream
-from loopline.messages import Cancel, Cause, HandoffKey
+from loopline.identity import Cause, HandoffKey
+from loopline.messages import Cancel
 from loopline.request import FinishReason, Route, Timing, Usage
 from loopline.text import TextStream
 from tests.unit.coordinator.builders import row

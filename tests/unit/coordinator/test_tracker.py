@@ -6,7 +6,8 @@ from coordinator.effects import Deliver, Effect, End, Ending, Requeue, Send
 from coordinator.life import TABLE, Move, State
 from coordinator.tracker import MAX_FRUITLESS_ATTEMPTS, Tracker
 from loopline.errors import IllegalTransition
-from loopline.messages import Bind, Cancel, Cause, HandoffKey, Reserve, StartPrefill
+from loopline.identity import Cause, HandoffKey
+from loopline.messages import Bind, Cancel, Reserve, StartPrefill
 from loopline.request import FinishReason
 from tests.unit.coordinator.builders import (
     STATS,

@@ -16,7 +16,7 @@ from kvtransfer.manifest import (
     slice_runs,
 )
 from loopline.errors import TransferError
-from loopline.messages import BlockRun, RegionManifest
+from loopline.identity import BlockRun, RegionManifest
 
 SOURCE = RegionManifest(4096, 100, 1 << 20, "DRAM", 0, 100)
 TARGET = RegionManifest(1 << 40, 5000, 1 << 20, "VRAM", 3, 5000)

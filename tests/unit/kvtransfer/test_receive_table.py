@@ -23,7 +23,8 @@ from kvtransfer.handoff import (
 )
 from kvtransfer.receive_table import ReceiveTable
 from loopline.errors import IllegalTransition, InvariantBroken
-from loopline.messages import Cause, CloseState, Commit, HandoffKey, Peer, PushNotice, PushRange, TokenRow, WorkerId
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.messages import CloseState, Commit, PushNotice, PushRange, TokenRow
 
 WRITER = Peer(WorkerId("w", 2), "prefill-0", "host:1")
 OTHER = Peer(WorkerId("o", 1), "prefill-1", "host:2")

@@ -5,7 +5,8 @@ import pytest
 from kvtransfer.handoff import SEND_MOVES, Closed, Drained, Ignored, Opened, Refused, SendMove, SendState, advance
 from kvtransfer.send_table import SendTable
 from loopline.errors import IllegalTransition
-from loopline.messages import Cause, CloseState, HandoffKey, PushRange, WorkerId
+from loopline.identity import Cause, HandoffKey, WorkerId
+from loopline.messages import CloseState, PushRange
 
 TARGET = WorkerId("d", 1)
 KEY = HandoffKey("r", 1)

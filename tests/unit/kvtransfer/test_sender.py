@@ -30,7 +30,8 @@ from kvtransfer.receiver import QUIET_ROUNDS, QUIET_S, Receiver
 from kvtransfer.region import ArenaSpan, RegisteredRegion
 from kvtransfer.sender import Sender
 from loopline.errors import InvariantBroken
-from loopline.messages import Cause, CloseState, HandoffKey, Peer, PushNotice, PushRange, WorkerId
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.messages import CloseState, PushNotice, PushRange
 from loopline.wire.convert import decode_push_notice, encode_push_notice
 
 BLOCK_BYTES, NUM_BLOCKS, TIMEOUT_S = 64, 16, 5.0
