@@ -18,6 +18,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="cluster YAML")
     parser.add_argument("--port", type=int, help="port to listen on; by default the configuration's, 0: any free one")
     parser.add_argument("--listen-file", type=Path, help="file to write the address to once it listens")
+    parser.add_argument("--drain-limit", type=float, help="seconds for running requests when told to leave")
     parser.add_argument("--life-fd", type=int, help="read end of a pipe; its end-of-file ends this process")
     options = parser.parse_args()
     configure_logging("coordinator")
@@ -28,6 +29,7 @@ def main() -> int:
                     config_path=options.config,
                     port=options.port,
                     listen_file=options.listen_file,
+                    drain_limit_s=options.drain_limit,
                     life_fd=options.life_fd,
                 )
             )

@@ -34,12 +34,14 @@ from loopline.messages import (
     Welcome,
     WorkerMessage,
 )
-from loopline.request import Limits, Request, SamplingParams, check_request
+from loopline.request import Limits, Request, SamplingParams, check_size
 from loopline.text import TextStream
 
 _LOG = logging.getLogger(__name__)
 _REFUSALS = (Cause.NO_ROOM, Cause.DRAINING)
 _PROBE_DEADLINE_S = 60.0
+_LATE_PART = 0.1  # of a lease: a timer that is later than this shows that the event loop stood still
+_GRACE_PART = 1 / 3  # of a lease: the time from one heartbeat of a worker to its next
 
 
 class Dispatcher:
@@ -74,6 +76,7 @@ class Dispatcher:
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._groups: dict[str, Fingerprint] = {}  # of the decode worker that a request was given to last
         self._lease_timer: asyncio.TimerHandle | None = None
+        self._lease_timer_due_s = 0.0
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -100,21 +103,33 @@ class Dispatcher:
     def snapshot(self) -> ClusterSnapshot:
         return self._registry.snapshot(self._clock.now_s(), self._tracker.assigned())
 
-    def limits(self) -> Limits:
-        """What a request is checked against now: the arena counts once both roles have joined."""
-        return self._limits_of(self.snapshot())
+    def _membership(self) -> ClusterSnapshot:
+        """A snapshot without requests: what it costs does not grow with them."""
+        return self._registry.snapshot(self._clock.now_s(), {})
 
     def _limits_of(self, snapshot: ClusterSnapshot) -> Limits:
+        """What a request is checked against now: the arena counts once both roles have joined."""
         arena_tokens = snapshot.arena_tokens()
         return self._limits if arena_tokens is None else replace(self._limits, arena_tokens=arena_tokens)
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, deadline_s: float, decoder: TextStream | None) -> ClientStream:
-        """Queue a request. Raises RequestError, Overloaded, or RequestRefused while draining; then nothing is kept."""
+    def require_open(self) -> None:
+        """Raise what `submit` would raise of any request: RequestRefused while draining, Overloaded.
+
+        To be asked before a request costs anything.
+        """
         if self._draining:
             raise RequestRefused("the coordinator is shutting down and takes no new requests; 0 tokens were delivered")
-        check_request(request, self.limits())
+        self._queue.require_room()
+
+    def submit(self, request: Request, deadline_s: float, decoder: TextStream | None) -> ClientStream:
+        """Queue a request whose values were checked; its size is checked here.
+
+        Raises RequestError, Overloaded, or RequestRefused while draining; then nothing is kept.
+        """
+        self.require_open()
+        check_size(request, self._limits_of(self._membership()))
         self._queue.put(request.request_id)
         return self._admit(request, deadline_s, decoder)
 
@@ -131,9 +146,7 @@ class Dispatcher:
                 await self._idle.wait()
         except TimeoutError:
             for request_id in list(self._clients):
-                self._carry_out(
-                    self._tracker.give_up(request_id, Ending.UNAVAILABLE, "the coordinator is shutting down")
-                )
+                self._carry_out(self._tracker.give_up(request_id, Ending.LEAVING, "the coordinator is shutting down"))
 
     def _admit(self, request: Request, deadline_s: float, decoder: TextStream | None) -> ClientStream:
         request_id = request.request_id
@@ -157,29 +170,29 @@ class Dispatcher:
             return joined
         _LOG.info("worker %s joined (%s, pid %d)", register.peer.name, register.role, register.pid)
         if joined.superseded is not None:
-            self.lose(joined.superseded, proven=False)
+            self.lose(joined.superseded, "another took its place")
         self._workers[register.peer.worker] = stream = WorkerStream()
         stream.send(Welcome(self.epoch, self.lease_s))
         self._carry_out(joined.commands)
         self._arm_lease_timer()
         return stream
 
-    def lose(self, worker: WorkerId, proven: bool) -> None:
+    def lose(self, worker: WorkerId, why: str, *, proven: bool = False, lapsed: bool = False) -> None:
         """The worker is gone, or must be taken to be; `proven`: its process has been reaped. May be called again."""
         name = self._registry.name(worker)
         if worker in self._registry and not self._draining:
-            _LOG.warning("worker %s is lost (%s)", name, "reaped" if proven else "stream ended or lease lapsed")
-        commands = self._registry.lose(worker, proven)
+            _LOG.warning("worker %s is lost: %s", name, why)
+        commands = self._registry.lose(worker, proven=proven, lapsed=lapsed)
         stream = self._workers.pop(worker, None)
         if stream is not None:
             stream.close()
         self._carry_out(commands)
         self._carry_out(self._tracker.on_worker_lost(worker, name))
 
-    def on_exit(self, pid: int) -> None:
-        """A launcher reaped this process."""
-        for worker in self._registry.with_pid(pid):
-            self.lose(worker, proven=True)
+    def on_exit(self, name: str, pid: int, host: str) -> None:
+        """A launcher reaped the process that it had started under this name at this host."""
+        for worker in self._registry.lives_of(name, pid, host):
+            self.lose(worker, "its process was reaped", proven=True)
 
     def on_message(self, worker: WorkerId, message: WorkerMessage, coordinator_epoch: int) -> None:
         """Take one message of an attached worker; of another epoch or a lost worker: ignored and counted."""
@@ -235,12 +248,21 @@ class Dispatcher:
         if expiry_s is None:
             self._lease_timer = None
             return
-        delay_s = max(0.0, expiry_s - self._clock.now_s())
+        self._start_lease_timer(max(0.0, expiry_s - self._clock.now_s()))
+
+    def _start_lease_timer(self, delay_s: float) -> None:
+        self._lease_timer_due_s = self._clock.now_s() + delay_s
         self._lease_timer = asyncio.get_running_loop().call_later(delay_s, self._on_lease_timer)
 
     def _on_lease_timer(self) -> None:
+        """A late timer: this process was not listening. Heartbeats may be waiting, and get time to come in."""
+        late_s = self._clock.now_s() - self._lease_timer_due_s
+        if late_s > _LATE_PART * self.lease_s:
+            _LOG.warning("the event loop stood still for %.1f s: leases are looked at again soon", late_s)
+            self._start_lease_timer(_GRACE_PART * self.lease_s)
+            return
         for worker in self._registry.expired(self._clock.now_s()):
-            self.lose(worker, proven=False)
+            self.lose(worker, "its lease ran out", lapsed=True)
         self._arm_lease_timer()
 
     # ---- effects ----------------------------------------------------------------------------------------------------
@@ -282,12 +304,13 @@ class Dispatcher:
             await self._wake.wait()
             self._wake.clear()
             self._update_serving()
-            self._bind_prefill_workers()
-            self._reserve_decode_workers()
+            awaiting = self._tracker.awaiting_prefill()
+            if awaiting or len(self._queue):
+                self._reserve_decode_workers(self._bind_prefill_workers(awaiting, self.snapshot()))
 
-    def _bind_prefill_workers(self) -> None:
-        for request_id in self._tracker.awaiting_prefill():
-            snapshot = self.snapshot()
+    def _bind_prefill_workers(self, request_ids: Iterable[str], snapshot: ClusterSnapshot) -> ClusterSnapshot:
+        """Returns the snapshot with what was given."""
+        for request_id in request_ids:
             worker = self._tracker.decode_worker(request_id)
             decode = snapshot.find(worker) if worker is not None else None
             if decode is None:
@@ -295,12 +318,13 @@ class Dispatcher:
             prefill = choose_prefill(self._tracker.request(request_id), snapshot, decode)
             if prefill is not None:
                 self._carry_out(self._tracker.bind(request_id, prefill.peer))
+                snapshot = snapshot.with_request(self._tracker.assignment(request_id))
+        return snapshot
 
-    def _reserve_decode_workers(self) -> None:
+    def _reserve_decode_workers(self, snapshot: ClusterSnapshot) -> None:
         """In the queue's order. A new request that finds no room holds back those behind it; a recovered one that
         must stay in its pairing group does not."""
         for request_id in self._queue:
-            snapshot = self.snapshot()
             request = self._tracker.request(request_id)
             is_bound = self._tracker.has_delivered(request_id)
             group = self._groups.get(request_id) if is_bound else None
@@ -311,13 +335,14 @@ class Dispatcher:
                 self._queue.remove(request_id)
                 self._groups[request_id] = decode.group
                 self._carry_out(self._tracker.reserve(request_id, decode.peer))
+                snapshot = snapshot.with_request(self._tracker.assignment(request_id))
             elif not is_bound:
                 return
 
     def _end_if_too_large(self, request: Request, snapshot: ClusterSnapshot) -> bool:
         """Requests that were taken before workers joined meet the arena's size here."""
         try:
-            check_request(request, self._limits_of(snapshot))
+            check_size(request, self._limits_of(snapshot))
         except RequestTooLarge as error:
             self._carry_out(self._tracker.give_up(request.request_id, Ending.TOO_LARGE, str(error)))
             return True
@@ -326,7 +351,7 @@ class Dispatcher:
     # ---- serving ----------------------------------------------------------------------------------------------------
 
     def _update_serving(self) -> None:
-        if not self.snapshot().has_ready_pair:
+        if not self._membership().has_ready_pair:
             self._set_serving(False)
         elif not self.serving and self._probe_id is None and self._may_probe and not self._draining:
             self._start_probe()
@@ -348,7 +373,7 @@ class Dispatcher:
     def _serve_if_paired(self) -> None:
         """A token has come through: whoever's it was, the cluster serves."""
         if not self.serving and not self._draining:
-            self._set_serving(self.snapshot().has_ready_pair)
+            self._set_serving(self._membership().has_ready_pair)
 
     def _set_serving(self, serving: bool) -> None:
         if serving is not self.serving:

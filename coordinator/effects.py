@@ -25,22 +25,23 @@ class Deliver:
 
 
 class Ending(StrEnum):
-    """How a request left; each but FINISHED and CANCELLED is one gRPC status."""
+    """How a request left; `coordinator.render` has the status of each but FINISHED."""
 
     FINISHED = "finished"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
-    UNAVAILABLE = "unavailable"
+    GIVEN_UP = "given_up"  # workers were lost, or failed it, again and again
+    LEAVING = "leaving"  # the coordinator is
     TOO_LARGE = "too_large"
     INVALID = "invalid"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The end of a request and what it took."""
+    """The end of a request and what it took. `reason`: of one that FINISHED; None otherwise."""
 
     ending: Ending
-    reason: FinishReason
+    reason: FinishReason | None
     detail: str
     usage: Usage
     timing: Timing

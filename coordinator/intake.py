@@ -1,17 +1,17 @@
 """A client's GenerateRequest -> what the dispatcher takes: UTF-8 and presence are checked here, values are resolved by
-`loopline.intake`. Capacity is not checked: the dispatcher knows it.
+`loopline.intake`. Every token id is looked at here and not again. Sizes are not checked: the dispatcher knows them.
 
-Every failure is a RequestError that names the field and the value.
+Every failure is a RequestError that names the field and the value. Tokenizing takes its time, so `resolve` is called in
+a thread; nothing here changes.
 """
 
-import math
 import secrets
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from loopline.errors import InvalidRequest
-from loopline.intake import Chat, Prompt, RequestOptions, resolve_request
+from loopline.intake import Chat, Prompt, RequestOptions, check_deadline_s, resolve_request
 from loopline.model_spec import ModelSpec
 from loopline.request import InitialState, Request, SamplingParams, check_token_ids
 from loopline.text import TextCodec, TextStream
@@ -59,6 +59,7 @@ class Intake:
         )
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: it has no token; at least one is needed")
+        check_token_ids("token_ids", request.prompt_ids, self.spec.vocab_size)
         request.params.check(self.spec.vocab_size)
         check_token_ids("delivered_token_ids", request.generated_ids, self.spec.vocab_size)
         return Submission(request, deadline_s, self._decoder(request))
@@ -92,9 +93,7 @@ class Intake:
         if kind is None:
             raise InvalidRequest("the prompt is missing; give text, messages or token_ids")
         if kind == "token_ids":
-            token_ids = tuple(message.token_ids.ids)
-            check_token_ids("token_ids", token_ids, self.spec.vocab_size)
-            return token_ids
+            return tuple(message.token_ids.ids)
         if kind == "text":
             if not message.text:
                 raise InvalidRequest("text is empty")
@@ -103,8 +102,7 @@ class Intake:
 
     def _deadline_s(self, message: Any) -> float:
         deadline_s = float(_given(message, "deadline_s", self.default_deadline_s))
-        if not math.isfinite(deadline_s) or deadline_s <= 0:
-            raise InvalidRequest(f"deadline_s is {deadline_s}; allowed: above 0, finite")
+        check_deadline_s(deadline_s)
         return deadline_s
 
     def _decoder(self, request: Request) -> TextStream | None:

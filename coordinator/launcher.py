@@ -17,6 +17,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.processes import Child, end_children, start_child
+from coordinator.snapshot import host_of
 from loopline.config import ClusterConfig, load_config
 from loopline.errors import LooplineError, OperatorError, PeerLost
 from loopline.identity import Role, WorkerState
@@ -26,13 +27,14 @@ from loopline.wire.channel import open_channel
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.02
 _CALL_S = 2.0
+_RETRY_S = 0.2
 _LISTEN_S = 30.0
+_MOST_DRAIN_S = 10.0  # whoever stops a launch wants it to end soon, whatever the configuration allows
 _LEAVE_S = 10.0  # for a process that was told to leave and has nothing left to finish
 _BACKOFF_FIRST_S = 0.2
 _BACKOFF_MOST_S = 10.0
 _SETTLED_S = 30.0  # after a life this long the backoff starts over
 WORKER_MODULES = MappingProxyType({Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"})
-Job = Coroutine[Any, Any, None]
 T = TypeVar("T")
 
 
@@ -64,10 +66,11 @@ class LocalLauncher:
         self._port = port
         self._run_dir = run_dir
         self._children: dict[str, Child] = {}
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
         self._stopping = asyncio.Event()
         self._failure: LooplineError | None = None
+        self.drain_limit_s = min(_MOST_DRAIN_S, self._config.membership.drain_limit_s)
         self._has_served = False
         self.address = ""
 
@@ -77,7 +80,7 @@ class LocalLauncher:
         try:
             await self._start_coordinator()
         except BaseException:
-            await self.stop(0.0)
+            await self.stop()
             raise
         for name, role in worker_roles(self._config).items():
             self._spawn(self._keep_worker(name, role))
@@ -87,7 +90,7 @@ class LocalLauncher:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.stop(0.0)
+        await self.stop()
 
     @property
     def pids(self) -> dict[str, int]:
@@ -103,22 +106,26 @@ class LocalLauncher:
         """Until `stop` is called. Raises PeerLost or OperatorError when the cluster cannot go on."""
         await self._unless_failed(_wait(self._stopping))
 
-    async def stop(self, drain_s: float) -> None:
-        """The coordinator drains within `drain_s`, then the workers leave; what is left is killed. May be repeated."""
+    async def stop(self) -> None:
+        """The coordinator drains within `drain_limit_s`, then the workers leave; what is left is killed.
+
+        May be repeated. The coordinator has the same limit and ends what still runs then: every client gets a status.
+        """
         self._stopping.set()
         first = [child for child in self._children.values() if child.name == "coordinator"]
-        await end_children(first, drain_s + _LEAVE_S)
+        await end_children(first, self.drain_limit_s + _LEAVE_S)
         await end_children(list(self._children.values()), _LEAVE_S)
-        while self._jobs:
-            await asyncio.wait(self._jobs)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
             await end_children(list(self._children.values()), _LEAVE_S)  # one that was being started meanwhile
 
-    # ---- jobs -------------------------------------------------------------------------------------------------------
+    # ---- processes ---------------------------------------------------------------------------------------------------
 
     async def _start_coordinator(self) -> None:
         listen_file = self._run_dir / "coordinator.json"
         listen_file.unlink(missing_ok=True)
         arguments = ["--config", str(self._config_path), "--listen-file", str(listen_file)]
+        arguments += ["--drain-limit", str(self.drain_limit_s)]
         if self._port is not None:
             arguments += ["--port", str(self._port)]
         child = await self._start("coordinator", "coordinator", arguments)
@@ -137,6 +144,7 @@ class LocalLauncher:
     async def _keep_worker(self, name: str, role: Role) -> None:
         """Start one worker, reap it, report its end and start it again."""
         arguments = ["--config", str(self._config_path), "--name", name, "--coordinator", self.address]
+        arguments += ["--host", self._config.launcher.host]
         loop = asyncio.get_running_loop()
         backoff_s = _BACKOFF_FIRST_S
         while not self._stopping.is_set():
@@ -149,7 +157,7 @@ class LocalLauncher:
             if exit_status > 0 and not self._has_served:
                 self._fail(OperatorError(child.describe_end()))
                 return
-            await self._report_exit(child.pid, exit_status)
+            await self._report_exit(child, exit_status)
             if self._config.launcher.restart == "never":
                 return
             if loop.time() - started_s >= _SETTLED_S:
@@ -157,20 +165,28 @@ class LocalLauncher:
             await self._unless_stopped(backoff_s)
             backoff_s = min(2 * backoff_s, _BACKOFF_MOST_S)
 
-    async def _report_exit(self, pid: int, exit_status: int) -> None:
-        """The proof that this process can write no more. A coordinator that cannot be reached has its own end
-        coming.
+    async def _report_exit(self, child: Child, exit_status: int) -> None:
+        """The proof that this process can write no more: said until it is answered, or until all is stopped.
+
+        The worker is not started again before, so name, process id and host stand for one process only.
         """
         stub: Any = cluster_pb2_grpc.ClusterStub
-        message = cluster_pb2.WorkerExit(pid=pid, exit_status=exit_status)
+        message = cluster_pb2.WorkerExit(
+            pid=child.pid, exit_status=exit_status, name=child.name, host=self._config.launcher.host
+        )
         async with open_channel(self.address) as channel:
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await stub(channel).ReportExit(message, timeout=_CALL_S, wait_for_ready=True)
+            while not self._stopping.is_set():
+                try:
+                    await stub(channel).ReportExit(message, timeout=_CALL_S, wait_for_ready=True)
+                    return
+                except grpc.aio.AioRpcError as error:
+                    _LOG.warning("the end of %s cannot be reported yet: %s", child.name, error.code())
+                await self._unless_stopped(_RETRY_S)
 
     async def _kill_hung_workers(self) -> None:
         """Kill a worker whose lease ran out and that did not come back: its writes must be proven to have ended."""
-        lease_s = self._config.membership.lease_s
-        suspects: set[int] = set()
+        lease_s, host = self._config.membership.lease_s, self._config.launcher.host
+        suspects: set[tuple[str, int, str]] = set()
         stub: Any = loopline_pb2_grpc.LooplineStub
         async with open_channel(self.address) as channel:
             while not await self._unless_stopped(lease_s):
@@ -178,24 +194,28 @@ class LocalLauncher:
                     status = await stub(channel).GetStatus(loopline_pb2.GetStatusRequest(), timeout=_CALL_S)
                 except grpc.aio.AioRpcError:
                     continue
-                lost = {worker.pid for worker in status.workers if worker.state == WorkerState.LOST}
+                lost = {
+                    (worker.name, worker.pid, host_of(worker.address))
+                    for worker in status.workers
+                    if worker.state == WorkerState.LOST
+                }
                 for child in self._children.values():
-                    if child.is_alive and child.pid in lost & suspects:
+                    if child.is_alive and (child.name, child.pid, host) in lost & suspects:
                         _LOG.warning("worker %s (pid %d) is hung: killed", child.name, child.pid)
                         child.kill()
                 suspects = lost
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
-    def _spawn(self, job: Job) -> None:
-        task = asyncio.get_running_loop().create_task(job)
-        self._jobs.add(task)
-        task.add_done_callback(self._on_job_done)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_task_done)
 
-    def _on_job_done(self, task: asyncio.Task[None]) -> None:
-        self._jobs.discard(task)
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _LOG.error("the launcher's own job failed", exc_info=error)
+            _LOG.error("a task of the launcher's own failed", exc_info=error)
             self._fail(OperatorError(f"the launcher failed: {error}"))
 
     def _fail(self, failure: LooplineError) -> None:
@@ -203,10 +223,10 @@ class LocalLauncher:
             self._failure = failure
             self._failed.set()
 
-    async def _unless_failed(self, job: Coroutine[Any, Any, T]) -> T:
-        """What `job` returns; raises the failure if that comes first."""
+    async def _unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns; raises the failure if that comes first."""
         loop = asyncio.get_running_loop()
-        wanted, failed = loop.create_task(job), loop.create_task(_wait(self._failed))
+        wanted, failed = loop.create_task(work), loop.create_task(_wait(self._failed))
         try:
             await asyncio.wait((wanted, failed), return_when=asyncio.FIRST_COMPLETED)
             if self._failure is not None:

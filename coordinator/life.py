@@ -126,5 +126,5 @@ class Life:
 
     def route(self) -> Route:
         current = [peer.name if peer is not None else "" for peer in (self.prefill, self.decode)]
-        extra = tuple(name for name in self.earlier_workers if name not in current)
-        return Route(prefill=current[0], decode=current[1], extra=extra)
+        earlier = tuple(name for name in self.earlier_workers if name not in current)
+        return Route(prefill=current[0], decode=current[1], earlier=earlier)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TAIL_LINES = 20
+_TAIL_BYTES = 16_384
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class Child:
 
     def describe_end(self) -> str:
         """How it ended, with the last lines of its log."""
-        lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))  # the whole may be large
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
         tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]) or "  (empty)"
         return f"{self.name} ended with exit status {self.process.returncode}; the end of {self.log_path}:\n{tail}"
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coordinator.effects import Assigned, Send
-from coordinator.snapshot import ClusterSnapshot, Link, WorkerView
+from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, host_of
 from loopline.identity import Role, WorkerId, WorkerLoad, WorkerState
 from loopline.messages import Heartbeat, Pair, PairFailed, PairReady, PeerGone, Register
 
@@ -19,7 +19,8 @@ _LOST_KEPT = 64  # lost workers that a proof of their end may still come for
 
 @dataclass(frozen=True)
 class Joined:
-    """The worker is in. `superseded`: an earlier life of the same process that must be declared lost first."""
+    """The worker is in. `superseded`: who had its name and must be declared lost first: an earlier life of the same
+    process, or one whose lease has run out."""
 
     superseded: WorkerId | None
     commands: tuple[Send, ...]
@@ -27,9 +28,10 @@ class Joined:
 
 @dataclass(frozen=True)
 class Refused:
-    """The worker must not join; the reason is for its log."""
+    """The worker must not join; the reason is for its log. `retry`: not yet."""
 
     reason: str
+    retry: bool
 
 
 @dataclass
@@ -42,6 +44,7 @@ class _Member:
     draining: bool = False
     refused: bool = False
     lost: bool = False
+    left: bool = False  # it was draining when its stream ended: gone in order
     proven: bool = False  # its process is known to be gone
     links: dict[WorkerId, Link] = field(default_factory=dict)  # a prefill worker's
     failed_pairs: dict[WorkerId, str] = field(default_factory=dict)
@@ -63,9 +66,6 @@ class Registry:
         """Whether it is alive, as far as is known."""
         return worker in self._alive
 
-    def __len__(self) -> int:
-        return len(self._alive)
-
     def name(self, worker: WorkerId) -> str:
         member = self._alive.get(worker) or self._lost.get(worker)
         return member.register.peer.name if member else f"{worker.uuid}/{worker.epoch}"
@@ -73,22 +73,30 @@ class Registry:
     # ---- joining and leaving ---------------------------------------------------------------------------------------
 
     def join(self, register: Register, now_s: float) -> Joined | Refused:
-        """Take a worker in and pair it with every worker of the other role in its group."""
+        """Take a worker in and pair it with every worker of the other role in its group.
+
+        It hears which of those that it may have known are proven gone: a worker that was away may still hold blocks in
+        quarantine for one of them.
+        """
         peer = register.peer
         if peer.worker in self._alive or peer.worker in self._lost:
-            return Refused(f"worker {peer.name}: epoch {peer.worker.epoch} of {peer.worker.uuid} has joined before")
+            reason = f"worker {peer.name}: epoch {peer.worker.epoch} of {peer.worker.uuid} has joined before"
+            return Refused(reason, retry=False)
         namesake = next((m for m in self._alive.values() if m.register.peer.name == peer.name), None)
         superseded = None
         if namesake is not None:
-            old = namesake.worker
-            if old.uuid != peer.worker.uuid or old.epoch >= peer.worker.epoch:
-                return Refused(f"a worker named {peer.name} is alive at {namesake.register.peer.address}")
-            superseded = old
+            is_later_life = namesake.worker.uuid == peer.worker.uuid and namesake.worker.epoch < peer.worker.epoch
+            if not is_later_life and not self._is_expired(namesake, now_s):
+                reason = f"a worker named {peer.name} is alive at {namesake.register.peer.address}"
+                return Refused(f"{reason}, by its lease", retry=True)
+            superseded = namesake.worker
         member = _Member(register, now_s)
         self._report_group(member, superseded)
         others = [other for other in self._alive.values() if other.worker != superseded]
         self._alive[peer.worker] = member
-        commands = [send for other in others for send in _pair(member, other)]
+        gone = [other for other in self._lost.values() if other.proven and _may_pair(member, other)]
+        commands = [Send(member.worker, PeerGone(other.worker, proven=True)) for other in gone]
+        commands += [send for other in others for send in _pair(member, other)]
         return Joined(superseded, tuple(commands))
 
     def _report_group(self, member: _Member, superseded: WorkerId | None) -> None:
@@ -104,18 +112,18 @@ class Registry:
                 difference,
             )
 
-    def lose(self, worker: WorkerId, proven: bool) -> list[Send]:
-        """It left or its lease lapsed. Tells every worker that may know it; a second call only adds the proof."""
+    def lose(self, worker: WorkerId, *, proven: bool, lapsed: bool = False) -> list[Send]:
+        """It left, or its lease `lapsed`. Tells every worker that may know it; a second call only adds the proof."""
         member = self._alive.pop(worker, None)
         if member is None:
             member = self._lost.get(worker)
             if member is None or member.proven or not proven:
                 return []
-        member.lost = True
+        if not member.lost:
+            member.lost, member.left = True, member.draining and not lapsed
         member.proven = member.proven or proven
         self._lost[worker] = member
-        while len(self._lost) > _LOST_KEPT:
-            del self._lost[next(iter(self._lost))]
+        self._forget_some()
         for other in self._alive.values():
             other.links.pop(worker, None)
             other.failed_pairs.pop(worker, None)
@@ -123,14 +131,29 @@ class Registry:
             Send(other.worker, PeerGone(worker, proven)) for other in self._alive.values() if _may_pair(member, other)
         ]
 
-    def with_pid(self, pid: int) -> list[WorkerId]:
-        """Workers whose process has this id and is not yet known to be gone."""
+    def _forget_some(self) -> None:
+        """Drop the oldest of too many lost ones, first those of which nothing more can be learned."""
+        while len(self._lost) > _LOST_KEPT:
+            proven = (worker for worker, member in self._lost.items() if member.proven)
+            del self._lost[next(proven, None) or next(iter(self._lost))]
+
+    def lives_of(self, name: str, pid: int, host: str) -> list[WorkerId]:
+        """Lives of the one process with this name and id at this host, those that are not yet known to be over."""
         members = [*self._alive.values(), *self._lost.values()]
-        return [member.worker for member in members if member.register.pid == pid and not member.proven]
+        return [
+            member.worker
+            for member in members
+            if not member.proven
+            and (member.register.peer.name, member.register.pid) == (name, pid)
+            and host_of(member.register.peer.address) == host
+        ]
 
     def expired(self, now_s: float) -> list[WorkerId]:
         """Living workers whose lease ran out."""
-        return [m.worker for m in self._alive.values() if now_s >= m.heard_at_s + self._lease_s]
+        return [member.worker for member in self._alive.values() if self._is_expired(member, now_s)]
+
+    def _is_expired(self, member: _Member, now_s: float) -> bool:
+        return now_s >= member.heard_at_s + self._lease_s
 
     def next_expiry_s(self) -> float | None:
         """When the first lease runs out unless its worker speaks; None without workers."""
@@ -176,8 +199,7 @@ class Registry:
         """Everything at `now_s`; `assigned` is the tracker's table."""
         names = {member.register.peer.name for member in self._alive.values()}
         gone = {m.register.peer.name: m for m in self._lost.values() if m.register.peer.name not in names}
-        lost = {name: member for name, member in gone.items() if not member.draining}  # the others left in order
-        members = [*self._alive.values(), *lost.values()]
+        members = [*self._alive.values(), *(member for member in gone.values() if not member.left)]
         return ClusterSnapshot(tuple(self._view(member, now_s, assigned.get(member.worker, ())) for member in members))
 
     def _view(self, member: _Member, now_s: float, assigned: tuple[Assigned, ...]) -> WorkerView:

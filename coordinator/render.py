@@ -7,46 +7,56 @@ import grpc
 from coordinator.effects import Ending, Outcome
 from coordinator.snapshot import ClusterSnapshot, WorkerView
 from coordinator.streams import Finish, Tokens
-from loopline.errors import DeadlineExceeded, LooplineError, Overloaded, RequestError, RequestRefused
+from loopline.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LooplineError,
+    Overloaded,
+    RequestError,
+    RequestRefused,
+    RequestTooLarge,
+    WorkerLost,
+)
 from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import loopline_pb2
+from loopline.wire.channel import ERROR_KEY
 
 RETRY_AFTER_MS = 1_000
 _REASONS = {
     FinishReason.STOP: loopline_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: loopline_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: loopline_pb2.FINISH_REASON_CANCELLED,
-    FinishReason.DEADLINE: loopline_pb2.FINISH_REASON_DEADLINE,
-    FinishReason.ERROR: loopline_pb2.FINISH_REASON_ERROR,
 }
-_ENDINGS = {
-    Ending.CANCELLED: grpc.StatusCode.CANCELLED,
-    Ending.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Ending.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    Ending.TOO_LARGE: grpc.StatusCode.INVALID_ARGUMENT,
-    Ending.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+_ENDINGS: dict[Ending, type[LooplineError]] = {
+    Ending.CANCELLED: RequestRefused,  # nobody is there to read it
+    Ending.DEADLINE: DeadlineExceeded,
+    Ending.GIVEN_UP: WorkerLost,
+    Ending.LEAVING: RequestRefused,
+    Ending.TOO_LARGE: RequestTooLarge,
+    Ending.INVALID: InvalidRequest,
 }
 Metadata = tuple[tuple[str, str], ...]
 
 
 def error_status(error: LooplineError) -> tuple[grpc.StatusCode, Metadata]:
-    """The status of a request that was not taken, and its trailing metadata."""
+    """The status of a request that was not taken or did not finish by itself, and its trailing metadata."""
+    kind: Metadata = ((ERROR_KEY, type(error).__name__),)
     if isinstance(error, RequestError):
-        return grpc.StatusCode.INVALID_ARGUMENT, ()
+        return grpc.StatusCode.INVALID_ARGUMENT, kind
     if isinstance(error, Overloaded):
-        return grpc.StatusCode.RESOURCE_EXHAUSTED, (("retry-after-ms", str(RETRY_AFTER_MS)),)
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, (*kind, ("retry-after-ms", str(RETRY_AFTER_MS)))
     if isinstance(error, DeadlineExceeded):
-        return grpc.StatusCode.DEADLINE_EXCEEDED, ()
+        return grpc.StatusCode.DEADLINE_EXCEEDED, kind
     if isinstance(error, RequestRefused):
-        return grpc.StatusCode.UNAVAILABLE, ()
-    return grpc.StatusCode.INTERNAL, ()
+        return grpc.StatusCode.UNAVAILABLE, kind
+    return grpc.StatusCode.INTERNAL, kind
 
 
-def ending_status(outcome: Outcome) -> grpc.StatusCode | None:
-    """The status of a request that ended otherwise than by itself; None: a Finished event says it all."""
-    return _ENDINGS.get(outcome.ending)
+def ending_error(outcome: Outcome) -> LooplineError | None:
+    """The error of a request that ended otherwise than by itself; None: a Finished event says it all."""
+    kind = _ENDINGS.get(outcome.ending)
+    return None if kind is None else kind(outcome.detail)
 
 
 def accepted_event(request: Request) -> Any:
@@ -65,6 +75,7 @@ def chunk_event(event: Tokens) -> Any:
 
 def finished_event(event: Finish) -> Any:
     outcome = event.outcome
+    assert outcome.reason is not None  # it FINISHED
     usage, timing, route = outcome.usage, outcome.timing, outcome.route
     finished = loopline_pb2.Finished(
         reason=_REASONS[outcome.reason],
@@ -76,7 +87,7 @@ def finished_event(event: Finish) -> Any:
             cached_tokens=usage.cached_tokens,
         ),
         timing=loopline_pb2.Timing(queued_s=timing.queued_s, ttft_s=timing.ttft_s, total_s=timing.total_s),
-        route=loopline_pb2.Route(prefill=route.prefill, decode=route.decode, earlier=route.extra),
+        route=loopline_pb2.Route(prefill=route.prefill, decode=route.decode, earlier=route.earlier),
     )
     if outcome.stats is not None:
         finished.handoff.CopyFrom(convert.to_proto(outcome.stats))

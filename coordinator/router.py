@@ -1,8 +1,9 @@
 """Which workers run a request: pure functions of the request and a snapshot.
 
-Room is derived from what workers reported (capacity, pairs, state) and from the tracker's table of assigned requests,
-so a lost message can leak none of it. The fewest token-loops win; ties go to fewest assigned requests, then to the
-name.
+Room is what a worker said that it has (its arena, its running slots) less the tracker's requests that were given to it,
+and less the blocks that its last heartbeat had in quarantine. None of it is a counter that a lost message could leak.
+The worker has the last word: it may answer "no room", and is then skipped until its next heartbeat. The fewest
+token-loops win; ties go to fewest assigned requests, then to the name.
 """
 
 from coordinator.snapshot import ClusterSnapshot, WorkerView
@@ -34,18 +35,17 @@ def _preference(view: WorkerView) -> tuple[int, int, str]:
 
 
 def _has_decode_room(view: WorkerView, request: Request) -> bool:
-    capacity = view.capacity
-    if len(view.assigned) >= capacity.max_running:
+    if len(view.assigned) >= view.capacity.max_running:
         return False
     worst_case = sum(_num_blocks(row.max_kv_tokens, view) for row in view.assigned)
-    return worst_case + _num_blocks(request.max_kv_tokens, view) <= capacity.total_blocks
+    return worst_case + _num_blocks(request.max_kv_tokens, view) <= view.usable_blocks
 
 
 def _has_prefill_room(view: WorkerView, request: Request) -> bool:
     if len(view.assigned) >= view.capacity.max_running:
         return False
     held = sum(_num_blocks(row.num_known_tokens, view) for row in view.assigned)
-    return held + _num_blocks(request.num_known_tokens, view) <= view.capacity.total_blocks
+    return held + _num_blocks(request.num_known_tokens, view) <= view.usable_blocks
 
 
 def _num_blocks(num_tokens: int, view: WorkerView) -> int:

@@ -39,6 +39,8 @@ class ServerOptions:
     """None: the configuration's."""
     listen_file: Path | None = None
     """Where to write the address once it listens."""
+    drain_limit_s: float | None = None
+    """None: the configuration's."""
     life_fd: int | None = None
     """Read end of a pipe that the parent holds open; its end means that the parent is gone."""
 
@@ -111,8 +113,8 @@ async def serve(options: ServerOptions) -> None:
             tasks.create_task(dispatcher.run()),
             tasks.create_task(_publish_health(dispatcher, health_servicer)),
         ]
-        limit_s = config.membership.drain_limit_s if await stop else 0.0
-        await dispatcher.drain(limit_s)
+        limit_s = config.membership.drain_limit_s if options.drain_limit_s is None else options.drain_limit_s
+        await dispatcher.drain(limit_s if await stop else 0.0)
         dispatcher.close_workers()
         await server.stop(_CLOSE_S)
         for helper in helpers:

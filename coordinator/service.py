@@ -5,6 +5,7 @@ A Generate call holds exactly one request: whatever ends the call first ends the
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from coordinator.registry import Refused
 from coordinator.render import (
     accepted_event,
     chunk_event,
-    ending_status,
+    ending_error,
     error_status,
     finished_event,
     status_message,
@@ -32,6 +33,7 @@ from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, 
 
 _LOG = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
+_STREAM_ENDED = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)  # what gRPC says of a call that is over
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,11 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
         Written to the context and not yielded: a client that goes away cancels this coroutine wherever it waits.
         """
         try:
-            submission = self._intake.resolve(message)
-            request = submission.request
-            stream = self._dispatcher.submit(request, submission.deadline_s, submission.decoder)
+            self._dispatcher.require_open()
+            arrived_s = time.monotonic()
+            submission = await asyncio.to_thread(self._intake.resolve, message)  # tokenizing takes its time
+            request, left_s = submission.request, submission.deadline_s - (time.monotonic() - arrived_s)
+            stream = self._dispatcher.submit(request, left_s, submission.decoder)
         except LooplineError as error:
             refusal, metadata = error_status(error)
             await context.abort(refusal, str(error), metadata)
@@ -68,9 +72,10 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             await context.write(accepted_event(request))
             while isinstance(event := await stream.next_event(), Tokens):
                 await context.write(chunk_event(event))
-            failure = ending_status(event.outcome)
+            failure = ending_error(event.outcome)
             if failure is not None:
-                await context.abort(failure, event.outcome.detail)
+                status, metadata = error_status(failure)
+                await context.abort(status, str(failure), metadata)
             await context.write(finished_event(event))
         finally:
             self._dispatcher.cancel(request.request_id)
@@ -116,24 +121,30 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         stream = self._dispatcher.join(register)
         if isinstance(stream, Refused):
             _LOG.warning("worker %s was rejected: %s", register.peer.name, stream.reason)
-            await context.write(convert.wrap_coordinator_message(Rejected(stream.reason), self._dispatcher.epoch))
+            rejected = Rejected(stream.reason, stream.retry)
+            await context.write(convert.wrap_coordinator_message(rejected, self._dispatcher.epoch))
             return
         worker = register.peer.worker
         tasks = (
             asyncio.ensure_future(self._write_commands(stream, context)),
             asyncio.ensure_future(self._read_messages(worker, context)),
         )
+        why = "its stream ended"
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            faults = [fault for task in done if (fault := _own_fault(task)) is not None]
+            for fault in faults:
+                why = "this coordinator failed on its stream, which is a bug"
+                _LOG.error("the stream of worker %s failed here", register.peer.name, exc_info=fault)
         finally:
-            self._dispatcher.lose(worker, proven=False)
+            self._dispatcher.lose(worker, why)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ReportExit(self, message: Any, context: Context) -> Any:
-        _LOG.warning("process %d was reaped with exit status %d", message.pid, message.exit_status)
-        self._dispatcher.on_exit(message.pid)
+        _LOG.warning("%s (pid %d) was reaped with exit status %d", message.name, message.pid, message.exit_status)
+        self._dispatcher.on_exit(message.name, message.pid, message.host)
         return cluster_pb2.WorkerExitAnswer()
 
     async def _first_message(self, context: Context) -> Register:
@@ -158,3 +169,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
                 self._dispatcher.count_garbage()
             else:
                 self._dispatcher.on_message(worker, message, epoch)
+
+
+def _own_fault(task: "asyncio.Future[None]") -> BaseException | None:
+    """What broke in this process; None where the stream merely ended, in order or not."""
+    fault = None if task.cancelled() else task.exception()
+    return None if isinstance(fault, _STREAM_ENDED) else fault

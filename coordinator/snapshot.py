@@ -1,6 +1,7 @@
 """The cluster at one moment, as frozen records: what the router decides on and what GetStatus shows. No I/O."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from coordinator.effects import Assigned
 from loopline.identity import Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad, WorkerState
@@ -42,6 +43,11 @@ class WorkerView:
         return self.state is WorkerState.READY and not self.refused
 
     @property
+    def usable_blocks(self) -> int:
+        """Blocks of its arena that are not in quarantine."""
+        return self.capacity.total_blocks - (self.load.blocks.quarantined if self.load is not None else 0)
+
+    @property
     def token_loops(self) -> int:
         """Work that was given to it and is left."""
         return sum(row.token_loops for row in self.assigned)
@@ -59,6 +65,10 @@ class ClusterSnapshot:
     def find(self, worker: WorkerId) -> WorkerView | None:
         return next((view for view in self.workers if view.worker == worker), None)
 
+    def with_request(self, rows: Mapping[WorkerId, Assigned]) -> "ClusterSnapshot":
+        """The same moment after a request was given to workers: these are its rows now."""
+        return ClusterSnapshot(tuple(_with_row(view, rows.get(view.worker)) for view in self.workers))
+
     @property
     def has_ready_pair(self) -> bool:
         return any(view.state is WorkerState.READY for view in self.with_role(Role.DECODE))
@@ -72,3 +82,15 @@ class ClusterSnapshot:
                 sizes[role] = max(sizes.get(role, 0), view.capacity.total_blocks * view.capacity.block_size)
         whole = [min(sizes.values()) for sizes in most.values() if len(sizes) == len(Role)]
         return max(whole) if whole else None
+
+
+def host_of(address: str) -> str:
+    """The host in HOST:PORT, without the brackets of IPv6."""
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _with_row(view: WorkerView, row: Assigned | None) -> WorkerView:
+    if row is None:
+        return view
+    others = (other for other in view.assigned if other.request_id != row.request_id)
+    return replace(view, assigned=(*others, row))

@@ -30,11 +30,7 @@ from loopline.request import FinishReason, Request
 
 MAX_FRUITLESS_ATTEMPTS = 3
 _FREE_REFUSALS = (Cause.NO_ROOM, Cause.DRAINING)  # a worker that said so has not tried
-_FINAL_CAUSES = {
-    Cause.TOO_LARGE: (Ending.TOO_LARGE, FinishReason.ERROR),
-    Cause.INVALID: (Ending.INVALID, FinishReason.ERROR),
-    Cause.DEADLINE: (Ending.DEADLINE, FinishReason.DEADLINE),
-}
+_FINAL_CAUSES = {Cause.TOO_LARGE: Ending.TOO_LARGE, Cause.INVALID: Ending.INVALID, Cause.DEADLINE: Ending.DEADLINE}
 _WITH_TOKENS = (State.PREFILLING, State.DECODING)
 
 
@@ -81,20 +77,25 @@ class Tracker:
         return sum(1 for life in self._lives.values() if life.state is not State.QUEUED)
 
     def assigned(self) -> dict[WorkerId, tuple[Assigned, ...]]:
-        """What each worker has been given and has not ended: the only source of the router's room."""
+        """What each worker has been given and has not ended."""
         table: dict[WorkerId, list[Assigned]] = {}
-        for life in self._lives.values():
-            known = life.next_position
-            loops, left = life.request.params.loops, life.request.params.max_tokens - len(life.generated)
-            waits = life.state in (State.RESERVING, State.RESERVED)
-            most = life.request.max_kv_tokens
-            if life.decode is not None:
-                row = Assigned(life.request.request_id, known, most, left * loops, waits)
-                table.setdefault(life.decode.worker, []).append(row)
-            if life.prefill is not None and life.prefill_running:
-                row = Assigned(life.request.request_id, known, most, known * loops, False)
-                table.setdefault(life.prefill.worker, []).append(row)
+        for request_id in self._lives:
+            for worker, row in self.assignment(request_id).items():
+                table.setdefault(worker, []).append(row)
         return {worker: tuple(rows) for worker, rows in table.items()}
+
+    def assignment(self, request_id: str) -> dict[WorkerId, Assigned]:
+        """What each worker has been given of one request."""
+        life = self._lives[request_id]
+        known, most = life.next_position, life.request.max_kv_tokens
+        loops, left = life.request.params.loops, life.request.params.max_tokens - len(life.generated)
+        rows = {}
+        if life.decode is not None:
+            waits = life.state in (State.RESERVING, State.RESERVED)
+            rows[life.decode.worker] = Assigned(request_id, known, most, left * loops, waits)
+        if life.prefill is not None and life.prefill_running:
+            rows[life.prefill.worker] = Assigned(request_id, known, most, known * loops, False)
+        return rows
 
     # ---- moves that the coordinator makes --------------------------------------------------------------------------
 
@@ -128,18 +129,18 @@ class Tracker:
 
     def cancel(self, request_id: str) -> list[Effect]:
         """The client went away."""
-        return self._end_by_us(request_id, Ending.CANCELLED, FinishReason.CANCELLED, Cause.CANCELLED, "cancelled")
+        return self._end_by_us(request_id, Ending.CANCELLED, Cause.CANCELLED, "cancelled")
 
     def deadline(self, request_id: str) -> list[Effect]:
-        return self._end_by_us(request_id, Ending.DEADLINE, FinishReason.DEADLINE, Cause.DEADLINE, "deadline passed")
+        return self._end_by_us(request_id, Ending.DEADLINE, Cause.DEADLINE, "deadline passed")
 
     def stop(self, request_id: str) -> list[Effect]:
         """A stop string was found in the text."""
-        return self._end_by_us(request_id, Ending.FINISHED, FinishReason.STOP, Cause.CANCELLED, "stop string")
+        return self._end_by_us(request_id, Ending.FINISHED, Cause.CANCELLED, "", FinishReason.STOP)
 
     def give_up(self, request_id: str, ending: Ending, detail: str) -> list[Effect]:
         """End it for a reason of the coordinator's own."""
-        return self._end_by_us(request_id, ending, FinishReason.ERROR, Cause.CANCELLED, detail)
+        return self._end_by_us(request_id, ending, Cause.CANCELLED, detail)
 
     # ---- what workers say ------------------------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ class Tracker:
         final = _FINAL_CAUSES.get(cause)
         if final is None:
             return self._restart(life, worker, cause, f"{cause}: {detail}")
-        return self._close(life, *final, self._cancels(life, cause, but=worker), detail or str(cause))
+        return self._close(life, final, self._cancels(life, cause, but=worker), detail or str(cause))
 
     def _restart(self, life: Life, worker: WorkerId, cause: Cause, detail: str) -> list[Effect]:
         """Give the current generation up and queue the request again; `worker` needs no Cancel."""
@@ -268,7 +269,7 @@ class Tracker:
             life.fruitless_attempts += 1
         if life.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:
             text = f"given up after {life.fruitless_attempts} attempts without a new token, the last one: {detail}"
-            return self._close(life, Ending.UNAVAILABLE, FinishReason.ERROR, cancels, text)
+            return self._close(life, Ending.GIVEN_UP, cancels, text)
         was_started = life.state in _WITH_TOKENS
         life.move(Move.REQUEUE)
         life.leave_workers()
@@ -280,22 +281,22 @@ class Tracker:
     def _finish(self, life: Life, reason: FinishReason, by: WorkerId | None) -> list[Effect]:
         """The request's own end, seen `by` a worker that has given it up itself."""
         cancels = self._cancels(life, Cause.CANCELLED, but=by)
-        return self._close(life, Ending.FINISHED, reason, cancels, "")
+        return self._close(life, Ending.FINISHED, cancels, "", reason)
 
     def _end_by_us(
-        self, request_id: str, ending: Ending, reason: FinishReason, cause: Cause, detail: str
+        self, request_id: str, ending: Ending, cause: Cause, detail: str, reason: FinishReason | None = None
     ) -> list[Effect]:
         """Nothing happens where the request has ended already: ends race with each other."""
         life = self._lives.get(request_id)
         if life is None:
             return []
-        return self._close(life, ending, reason, self._cancels(life, cause, but=None), detail)
+        return self._close(life, ending, self._cancels(life, cause, but=None), detail, reason)
 
     def _cancels(self, life: Life, cause: Cause, but: WorkerId | None) -> list[Effect]:
         return [Send(worker, Cancel(life.key, cause)) for worker in life.holders() if worker != but]
 
     def _close(
-        self, life: Life, ending: Ending, reason: FinishReason, cancels: Sequence[Effect], detail: str
+        self, life: Life, ending: Ending, cancels: Sequence[Effect], detail: str, reason: FinishReason | None = None
     ) -> list[Effect]:
         life.move(Move.END)
         del self._lives[life.request.request_id]

@@ -10,11 +10,12 @@ ledger.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from decode_worker.emitter import Emitter
-from kvtransfer.commands import Command, PushArrived, Quiesce, Quiesced, RemovePeer, TransferThreadFailed
+from kvtransfer.commands import Command, PushArrived, Quiesce, Quiesced, TransferThreadFailed
 from kvtransfer.handoff import (
     Activate,
     AskClose,
@@ -37,6 +38,7 @@ from loopline.kv.ledger import Allocation
 from loopline.messages import (
     Bind,
     Cancel,
+    Commit,
     CommitAnswer,
     Granted,
     PeerGone,
@@ -46,11 +48,14 @@ from loopline.messages import (
     TokenRow,
     WorkerMessage,
 )
+from loopline.request import Request
 from loopline.sched.plan import StepOutcome
 from loopline.worker.deadlines import Deadlines
 from loopline.worker.events import BeginDrain, CommitReceived, CoordinatorLost, WriterClosed
 
 logger = logging.getLogger(__name__)
+ASK_AGAIN_S = 1.0
+"""How often writers are asked again to close what they have not closed."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,14 @@ class DecodePorts:
     ask_close: Callable[[HandoffKey, Peer], None]
 
 
+@dataclass(frozen=True)
+class _Reservation:
+    """Blocks that are held for a request whose prompt's KV is on its way."""
+
+    allocation: Allocation
+    request: Request
+
+
 class HandoffIn:
     """Invariant: a reserved handoff's allocation is in `_reserved`, a running one's generation in `_running`."""
 
@@ -69,10 +82,13 @@ class HandoffIn:
         self._engine = engine
         self._ports = ports
         self._emitter = Emitter(ports.to_coordinator)
-        self._deadlines = Deadlines(clock)
+        self._clock = clock
+        self._deadlines = Deadlines(clock, self._is_live)
+        self._ask_again_at_s = clock.now_s()
         self._table = ReceiveTable()
-        self._reserved: dict[HandoffKey, Allocation] = {}
+        self._reserved: dict[HandoffKey, _Reservation] = {}
         self._running: dict[str, HandoffKey] = {}
+        self._wrong_commits = 0
         self._is_draining = False
 
     # ---- WorkerCore
@@ -117,15 +133,23 @@ class HandoffIn:
 
     def tick(self) -> None:
         for key in self._deadlines.take_expired():
-            if key in self._reserved or self._running.get(key.request_id) == key:
-                self._cancel(key, Cause.DEADLINE)
-                self._ports.to_coordinator(RequestFailed(key, Cause.DEADLINE, "the request's deadline passed"))
+            self._cancel(key, Cause.DEADLINE)
+            self._ports.to_coordinator(RequestFailed(key, Cause.DEADLINE, "the request's deadline passed"))
+        if self._clock.now_s() >= self._ask_again_at_s:
+            self._ask_again_at_s = self._clock.now_s() + ASK_AGAIN_S
+            self._carry_out(self._table.asks())
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
 
     def handoffs(self) -> tuple[tuple[str, int], ...]:
         return self._table.counts()
 
     def ignored(self) -> tuple[tuple[str, int], ...]:
-        return self._table.ignored()
+        counts = Counter(dict(self._table.ignored()))
+        counts[Cause.INVALID.value] += self._wrong_commits
+        return tuple(sorted((+counts).items()))
 
     # ---- a request's way
 
@@ -141,7 +165,7 @@ class HandoffIn:
             detail = f"{reserve.request.max_kv_tokens} tokens at most; {counts.free} of {counts.total} blocks are free"
             self._ports.to_coordinator(Reserved(key, cause=allocation, detail=detail))
             return
-        self._reserved[key] = allocation
+        self._reserved[key] = _Reservation(allocation, reserve.request)
         self._deadlines.add(key, reserve.deadline_s)
         block_ids = tuple(self._engine.ledger.block_ids(allocation))
         self._carry_out(self._table.reserve(key, 0, block_ids))
@@ -156,6 +180,11 @@ class HandoffIn:
         self._ports.to_coordinator(answer)
 
     def _committed(self, received: CommitReceived) -> None:
+        reservation = self._reserved.get(received.commit.key)
+        if reservation is not None and not _fits(received.commit, reservation.request):
+            self._wrong_commits += 1
+            received.answer(CommitAnswer(Cause.INVALID))
+            return
         effect = self._table.committed(received.commit)
         received.answer(CommitAnswer(effect.cause if isinstance(effect, Ignored) else None))
         self._carry_out((effect,))
@@ -165,6 +194,9 @@ class HandoffIn:
         running = self._running.get(key.request_id)
         if running is not None and running.generation <= key.generation:
             self._end_running(running)
+
+    def _is_live(self, key: HandoffKey) -> bool:
+        return key in self._reserved or self._running.get(key.request_id) == key
 
     def _end_running(self, key: HandoffKey) -> None:
         del self._running[key.request_id]
@@ -188,7 +220,6 @@ class HandoffIn:
                 case AskClose(key, writer):
                     self._ports.ask_close(key, writer)
                 case PollToQuiescence(worker):
-                    self._ports.to_transfer(RemovePeer(worker))
                     self._ports.to_transfer(Quiesce(worker))
                 case FreeBlocks() | Quarantine() | Ignored() | Refused():
                     pass  # blocks went with GaveUp; what was ignored is counted by the table
@@ -196,14 +227,28 @@ class HandoffIn:
                     logger.debug("nothing to do for %r", effect)
 
     def _activate(self, key: HandoffKey, first: TokenRow) -> None:
-        row = self._engine.scheduler.activate(self._reserved.pop(key), first)
+        row = self._engine.scheduler.activate(self._reserved[key].allocation, first)
+        del self._reserved[key]
         self._running[key.request_id] = key
         self._emitter.emit(self._engine.scheduler.step, (row,))
 
     def _give_up(self, key: HandoffKey, quarantine: Quarantine | None) -> None:
-        allocation = self._reserved.pop(key)
+        allocation = self._reserved.pop(key).allocation
         self._engine.scheduler.unreserve(allocation)
         if quarantine is None:
             self._engine.ledger.release(allocation)
         else:
             self._engine.ledger.quarantine(allocation, quarantine.block_ids)
+
+
+def _fits(commit: Commit, request: Request) -> bool:
+    """Is this the first token of that request's attempt, and one that decoding goes on from?"""
+    token = commit.token
+    return (
+        token.token_id is not None
+        and token.finish is None
+        and token.request_id == request.request_id
+        and token.attempt == commit.attempt == request.attempt
+        and token.position == request.num_known_tokens
+        and token.depth == request.params.loops
+    )

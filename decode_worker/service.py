@@ -1,6 +1,5 @@
 """The decode worker's gRPC side: answering prefill workers' connects and commits, asking writers to close."""
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +7,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from loopline.identity import HandoffKey, Peer
+from loopline.errors import PeerLost
+from loopline.identity import HandoffKey, Peer, WorkerId
 from loopline.messages import (
     CloseHandoff,
     CloseState,
@@ -21,11 +21,11 @@ from loopline.messages import (
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.worker.events import CommitReceived, WriterClosed
-from loopline.worker.peer_calls import PeerCalls
+from loopline.worker.peer_calls import Answer, PeerCalls, describe
 
 logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
-_CLOSE_RETRY_S = 0.5
+_COMMIT_LIMIT_S = 10.0
 
 
 class DecodePeering(cluster_pb2_grpc.PeeringServicer):
@@ -48,47 +48,56 @@ class DecodePeering(cluster_pb2_grpc.PeeringServicer):
 
     async def CommitHandoff(self, request: Any, context: Any) -> Any:
         """Take a commit; answered once the engine thread has looked at it."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[CommitAnswer] = loop.create_future()
-
-        def answer(value: CommitAnswer) -> None:
-            loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(value))
-
-        self._to_engine(CommitReceived(convert.from_proto(Commit, request), answer))
-        return convert.to_proto(await future)
+        commit = convert.from_proto(Commit, request)
+        answer: Answer[CommitAnswer] = Answer()
+        self._to_engine(CommitReceived(commit, answer.give))
+        try:
+            return convert.to_proto(await answer.wait(_COMMIT_LIMIT_S))
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine does not answer")
 
 
 class Writers:
-    """Asks writers to close given-up handoffs, again and again until they are terminal."""
+    """Asks writers to close given-up handoffs.
+
+    Owned by the event loop. One call answers one question or fails; the engine thread asks again for as long as its
+    books lack the answer. Invariant: one call at a time for each handoff.
+    """
 
     def __init__(self, to_engine: Callable[[object], None], calls: PeerCalls) -> None:
         self._to_engine = to_engine
         self._calls = calls
-        self._gone: set[str] = set()
+        self._asking: set[HandoffKey] = set()
+        self._silent: set[str] = set()  # uuids of writers whose last answer was none
 
     def ask_close(self, key: HandoffKey, writer: Peer) -> None:
-        """Start asking; any thread. The final answer comes to the engine thread as WriterClosed."""
+        """Ask, unless the question is under way; any thread. A final answer comes to the engine thread as
+        WriterClosed."""
         self._calls.start(self._ask(key, writer))
 
-    def stop_asking(self, uuid: str) -> None:
+    def forget(self, worker: WorkerId) -> None:
         """That worker's process is proven gone; event loop only."""
-        self._gone.add(uuid)
+        self._silent.discard(worker.uuid)
 
     async def _ask(self, key: HandoffKey, writer: Peer) -> None:
-        request = convert.to_proto(CloseHandoff(key, writer.worker))
-        while writer.worker.uuid not in self._gone:
-            try:
-                answer = await self._calls.stub(writer.address).CloseHandoff(request, timeout=_CLOSE_TIMEOUT_S)
-                closed = convert.from_proto(HandoffClosed, answer)
-            except (grpc.aio.AioRpcError, ValueError) as error:
-                logger.info("%s does not answer CloseHandoff of %s: %s", writer.name, key, error)
-                await asyncio.sleep(_CLOSE_RETRY_S)  # a pause between attempts, not scheduling
-                continue
-            if closed.state is not CloseState.PENDING:
-                self._to_engine(WriterClosed(key, writer.worker, closed.state))
-                return
-
-
-def add_peering(server: grpc.aio.Server, servicer: DecodePeering) -> None:
-    """Put the service on a server."""
-    cluster_pb2_grpc.add_PeeringServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+        if key in self._asking:
+            return
+        self._asking.add(key)
+        try:
+            request = convert.to_proto(CloseHandoff(key, writer.worker))
+            answer = await self._calls.stub(writer).CloseHandoff(request, timeout=_CLOSE_TIMEOUT_S)
+            closed = convert.from_proto(HandoffClosed, answer)
+        except PeerLost:
+            return  # the books hear of it from the coordinator too
+        except (grpc.aio.AioRpcError, ValueError) as error:
+            if writer.worker.uuid not in self._silent:
+                self._silent.add(writer.worker.uuid)
+                logger.warning("%s does not answer CloseHandoff of %s: %s", writer.name, key, describe(error))
+            return
+        finally:
+            self._asking.discard(key)
+        if writer.worker.uuid in self._silent:
+            self._silent.discard(writer.worker.uuid)
+            logger.info("%s answers CloseHandoff again", writer.name)
+        if closed.state is not CloseState.PENDING:
+            self._to_engine(WriterClosed(key, writer.worker, closed.state))

@@ -1,11 +1,8 @@
 """Puts a decode worker together from the shared runtime and this package's parts."""
 
-import grpc.aio
-
 from decode_worker.handoff_in import DecodePorts, HandoffIn
-from decode_worker.service import DecodePeering, Writers, add_peering
+from decode_worker.service import DecodePeering, Writers
 from loopline.messages import Connected, CoordinatorMessage, PeerGone
-from loopline.worker.peer_calls import PeerCalls
 from loopline.worker.runtime import RoleParts, WorkerContext
 
 
@@ -16,20 +13,17 @@ def build_role(context: WorkerContext) -> RoleParts:
         endpoint = context.endpoint
         return Connected(context.me(), context.fingerprint, endpoint.metadata, endpoint.region)
 
-    writers = Writers(context.to_engine, PeerCalls(context.loop))
+    writers = Writers(context.to_engine, context.calls)
     ports = DecodePorts(
         to_coordinator=context.to_coordinator,
         to_transfer=context.to_transfer,
         ask_close=writers.ask_close,
     )
-    servicer = DecodePeering(make_connected, context.to_engine)
-
-    def add_services(server: grpc.aio.Server) -> None:
-        add_peering(server, servicer)
 
     def on_message(message: CoordinatorMessage) -> bool:
         if isinstance(message, PeerGone) and message.proven:
-            writers.stop_asking(message.worker.uuid)
+            writers.forget(message.worker)
         return False  # the engine thread needs it too
 
-    return RoleParts(HandoffIn(context.engine, ports, context.clock), add_services, on_message)
+    servicer = DecodePeering(make_connected, context.to_engine)
+    return RoleParts(HandoffIn(context.engine, ports, context.clock), servicer, on_message)

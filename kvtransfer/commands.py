@@ -51,7 +51,8 @@ class CommitHandoff:
 @dataclass(frozen=True)
 class Close:
     """Post nothing more for this or an older generation. Answer: a CloseReport with `waiter` among its waiters once
-    every handle is terminal. Again is fine; an unknown handoff is CLOSED and can never be opened later."""
+    every handle is terminal; of many waiters only the last few. Again is fine; an unknown handoff is CLOSED and can
+    never be opened later."""
 
     key: HandoffKey
     waiter: object = None

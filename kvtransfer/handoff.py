@@ -296,5 +296,5 @@ class IgnoredCounts:
         return Refused(key, cause)
 
     def as_pairs(self) -> tuple[tuple[str, int], ...]:
-        """(cause, count), in the order of the causes' names."""
-        return tuple(sorted((cause.value, count) for cause, count in self._counts.items()))
+        """(cause, count), in the order of the causes' names. Any thread: the copy of a dict is one step."""
+        return tuple(sorted((cause.value, count) for cause, count in dict(self._counts).items()))

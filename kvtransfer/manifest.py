@@ -5,14 +5,13 @@ Shape legend: N = number of descriptors, one per run of blocks that is contiguou
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loopline.errors import TransferError
-from loopline.identity import BlockRun, RegionManifest
+from loopline.identity import RegionManifest
 
 
 class PairedRun(NamedTuple):
@@ -54,36 +53,6 @@ def coalesce(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> tupl
                 continue
         runs.append(PairedRun(source, target, 1))
     return tuple(runs)
-
-
-def expand_runs(runs: Sequence[BlockRun]) -> tuple[int, ...]:
-    """The block ids of `runs`, in order."""
-    return tuple(chain.from_iterable(range(run.start, run.start + run.count) for run in runs))
-
-
-def collapse_blocks(block_ids: Sequence[int]) -> tuple[BlockRun, ...]:
-    """The fewest runs whose expansion is `block_ids`."""
-    return tuple(BlockRun(run.source_start, run.num_blocks) for run in coalesce(block_ids, block_ids))
-
-
-def slice_runs(runs: Sequence[BlockRun], skip: int, count: int) -> tuple[BlockRun, ...]:
-    """The part of `runs` that holds its blocks number `skip` to `skip + count` (exclusive), as runs.
-
-    Raises ValueError when `runs` has fewer blocks than that.
-    """
-    if skip < 0 or count < 0:
-        raise ValueError(f"skip {skip} and count {count} must not be negative")
-    part: list[BlockRun] = []
-    for run in runs:
-        first = min(skip, run.count)
-        taken = min(count, run.count - first)
-        if taken:
-            part.append(BlockRun(run.start + first, taken))
-        skip -= first
-        count -= taken
-    if skip or count:
-        raise ValueError(f"runs end {skip + count} blocks too early")
-    return tuple(part)
 
 
 def paired_descriptors(

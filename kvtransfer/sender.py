@@ -28,6 +28,9 @@ from loopline.errors import TransferError
 from loopline.identity import Cause, HandoffKey, RegionManifest, WorkerId
 from loopline.messages import PushNotice, PushRange
 
+MAX_WAITERS = 8
+"""Of one handoff's close. Waiters give up after a while and ask again, so the oldest ones may be dropped."""
+
 
 @dataclass(slots=True)
 class _Outgoing:
@@ -163,6 +166,7 @@ class Sender:
         waiters = self._waiters.setdefault(command.key, [])
         if command.waiter is not None and command.waiter not in waiters:
             waiters.append(command.waiter)
+            del waiters[:-MAX_WAITERS]
         self._carry_out(self._table.close(command.key))
 
     def remove_peer(self, worker: WorkerId) -> None:

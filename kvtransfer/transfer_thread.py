@@ -114,19 +114,16 @@ class TransferThread:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def is_alive(self) -> bool:
-        """Does the thread run?"""
-        return self._thread.is_alive()
-
     def in_flight_bytes(self, worker: WorkerId | None = None) -> int:
-        """Bytes posted and not terminal, to one worker or to all; pushes past their deadline are left out."""
+        """Bytes posted and not terminal, to one worker or to all; pushes past their deadline are left out. For the
+        budget of bytes in flight (DESIGN section 5), which nothing holds yet."""
         if self._sender is None:
             return 0
         in_flight = self._sender.in_flight
         return in_flight.total if worker is None else in_flight.by_agent.get(worker.agent_name, 0)
 
     def ignored(self) -> tuple[tuple[str, int], ...]:
-        """(cause, number of commands and notices ignored or refused): a snapshot."""
+        """(cause, number of commands and notices ignored or refused): a snapshot, for any thread."""
         if self._sender is None or self._receiver is None:
             return ()
         counts: Counter[str] = Counter()

@@ -16,12 +16,13 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from loopline.errors import ConfigError
+from loopline.intake import MAX_DEADLINE_S
 from loopline.settings import EngineSettings, SchedulerSettings, TransferSettings, WorkerSettings
 
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
-Seconds = Annotated[float, Field(gt=0, le=86400)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 MessageBytes = Annotated[int, Field(ge=65536, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -130,7 +131,7 @@ class MembershipConfig(Section):
     lease_s: Seconds = 3.0
     """A worker that was not heard of for this long is lost."""
     drain_limit_s: Seconds = 10.0
-    """How long a leaving worker may finish what runs; the rest goes on elsewhere."""
+    """How long running requests may take to finish when the process that has them is told to leave."""
 
 
 class LauncherConfig(Section):
@@ -138,6 +139,8 @@ class LauncherConfig(Section):
 
     kind: Literal["local"] = "local"
     """local: processes on this machine."""
+    host: Text = "127.0.0.1"
+    """This machine's address at which the workers that it starts listen and are reached by other workers."""
     restart: Literal["always", "never"] = "always"
     """Whether a worker that ended by itself is started again."""
 
@@ -233,6 +236,7 @@ class ClusterConfig(Section):
                 poll_interval_s=transfer.poll_interval_s,
                 push_timeout_s=transfer.push_timeout_s,
             ),
+            drain_limit_s=self.membership.drain_limit_s,
         )
 
     def _group(self, role: str) -> WorkerGroup:

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from loopline.errors import NoTokenizer
+from loopline.errors import InvalidRequest, NoTokenizer, RequestTooLarge
 from loopline.model_spec import ModelSpec
 from loopline.request import InitialState, Request, SamplingParams
 
 if TYPE_CHECKING:
     from loopline.text import TextCodec
+
+MAX_DEADLINE_S = 86_400
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,13 @@ def resolve_request(
 ) -> Request:
     """The request that workers get. `max_loops` bounds the default depth, `initial_state` is the server's default.
 
-    Raises NoTokenizer where text is in the options and `codec` is None, InvalidRequest where text cannot be encoded.
+    Raises NoTokenizer where text is in the options and `codec` is None, InvalidRequest where text cannot be encoded,
+    RequestTooLarge for a prompt past the model's context, before it is encoded if it is far past. Encoding takes its
+    time: not for an event loop's thread.
     """
+    for name, ids in (("prompt", options.prompt), ("delivered_token_ids", options.delivered_token_ids)):
+        if isinstance(ids, tuple) and len(ids) > spec.context_tokens:
+            raise RequestTooLarge(f"{name} has {len(ids)} token ids; the model's context is {spec.context_tokens}")
     if options.stop and codec is None:
         raise NoTokenizer("stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids")
     own_stop_ids = () if options.ignore_eos else spec.stop_ids
@@ -93,15 +100,36 @@ def resolve_request(
     )
     return Request(
         request_id=request_id,
-        prompt_ids=_prompt_ids(options.prompt, codec),
+        prompt_ids=_prompt_ids(options.prompt, codec, spec.context_tokens),
         params=params,
         generated_ids=options.delivered_token_ids,
     )
 
 
-def _prompt_ids(prompt: Prompt, codec: "TextCodec | None") -> tuple[int, ...]:
+def check_deadline_s(deadline_s: float) -> None:
+    """Raise InvalidRequest with the value unless it is in the range of the configuration's own deadline."""
+    if not 0 < deadline_s <= MAX_DEADLINE_S:  # NaN is not either
+        raise InvalidRequest(f"deadline_s is {deadline_s}; allowed: above 0, at most {MAX_DEADLINE_S}")
+
+
+def _prompt_ids(prompt: Prompt, codec: "TextCodec | None", context_tokens: int) -> tuple[int, ...]:
     if isinstance(prompt, tuple):
         return prompt
     if codec is None:
         raise NoTokenizer("the prompt is text, and the checkpoint has no tokenizer; send token ids")
-    return tuple(codec.encode_chat(prompt.messages) if isinstance(prompt, Chat) else codec.encode(prompt))
+    most_bytes = codec.max_text_bytes(context_tokens)
+    if isinstance(prompt, str):
+        _require_short("the prompt", prompt, most_bytes, context_tokens)
+        return tuple(codec.encode(prompt))
+    _require_short("the messages", "".join(content for _, content in prompt.messages), most_bytes, context_tokens)
+    text = codec.render_chat(prompt.messages)
+    _require_short("the chat template's text", text, most_bytes, context_tokens)
+    return tuple(codec.encode(text))
+
+
+def _require_short(name: str, text: str, most_bytes: int, context_tokens: int) -> None:
+    num_bytes = len(text.encode("utf-8", errors="surrogatepass"))  # a surrogate is the codec's to refuse
+    if num_bytes > most_bytes:
+        raise RequestTooLarge(
+            f"{name} has {num_bytes} bytes; the model's context of {context_tokens} tokens holds at most {most_bytes}"
+        )

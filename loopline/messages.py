@@ -159,9 +159,11 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Rejected:
-    """Answer to Register when the worker cannot join; the worker exits with the reason."""
+    """Answer to Register when the worker cannot join. `retry`: what hinders it passes by itself (its name is still held
+    by a worker whose lease has not run out); else the worker exits with the reason."""
 
     reason: str
+    retry: bool = False
 
 
 @dataclass(frozen=True)

@@ -72,4 +72,6 @@ class WorkerSettings:
     engine: EngineSettings
     transfer: TransferSettings = TransferSettings()
     connect_timeout_s: float = 10.0
-    """How long to try to reach the coordinator before giving up."""
+    """How long to try to reach the coordinator, or to be let in by it, before giving up."""
+    drain_limit_s: float = 10.0
+    """How long a leaving worker may finish what runs, where the order to leave names no limit."""

@@ -29,6 +29,7 @@ from kvtransfer.commands import (
     RemovePeer,
     TransferThreadFailed,
 )
+from kvtransfer.handoff import SendState
 from kvtransfer.manifest import coalesce
 from loopline.clock import Clock
 from loopline.engine.engine import Engine
@@ -54,9 +55,11 @@ from loopline.messages import (
 from loopline.request import Request
 from loopline.sched.plan import ChunkDone, StepOutcome
 from loopline.worker.deadlines import Deadlines
-from loopline.worker.events import BeginDrain, CloseAsked, CommitUndelivered, CoordinatorLost
+from loopline.worker.events import BeginDrain, CloseAsked, CommitAnswered, CommitUndelivered, CoordinatorLost
 
 logger = logging.getLogger(__name__)
+_SETTLING = (None, Cause.DUPLICATE, Cause.TOMBSTONED, Cause.STALE)
+"""Answers to a commit after which nothing is left to do: the decode worker has it, or was told to give it up."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,7 @@ class _Outgoing:
     pushes: list[PushRange] = field(default_factory=list)
     descriptors: int = 0
     transport: str = ""
-
-    @property
-    def is_pushed(self) -> bool:
-        """Every block is on its way."""
-        return self.next_block == self.first_block + len(self.target_blocks)
+    is_committed: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,14 @@ class _Closing:
     allocation: Allocation
 
 
+@dataclass(frozen=True)
+class _Failed:
+    """A handoff that ended in an error; its target may still read the source blocks."""
+
+    key: HandoffKey
+    block_ids: tuple[int, ...]
+
+
 class HandoffOut:
     """Invariant: a request id is in `_outgoing` at most once; blocks of a handoff are held until its last event."""
 
@@ -105,10 +112,11 @@ class HandoffOut:
         self._engine = engine
         self._ports = ports
         self._clock = clock
-        self._deadlines = Deadlines(clock)
+        self._deadlines = Deadlines(clock, self._is_outgoing)
         self._outgoing: dict[str, _Outgoing] = {}
         self._closing: dict[HandoffKey, _Closing] = {}
-        self._quarantined: dict[str, list[int]] = {}  # target uuid -> source block ids that it may still read
+        self._unanswered: set[HandoffKey] = set()  # commits that are on their way to decode workers
+        self._quarantined: dict[str, list[_Failed]] = {}  # by target uuid
         self._links: dict[str, PeerConnected] = {}  # target uuid -> its ready link
         self._ignored: Counter[str] = Counter()
         self._is_draining = False
@@ -133,8 +141,8 @@ class HandoffOut:
                 self._refused(key, cause, detail)
             case PushFailed(key, _, cause, detail):
                 self._give_up_key(key, cause, detail)
-            case CommitUndelivered(key, detail):
-                self._give_up_key(key, Cause.PEER_LOST, detail)
+            case CommitAnswered() | CommitUndelivered():
+                self._commit_ended(event)
             case CoordinatorLost():
                 for out in list(self._outgoing.values()):
                     self._give_up(out)
@@ -163,11 +171,20 @@ class HandoffOut:
         for key in self._deadlines.take_expired():
             self._give_up_key(key, Cause.DEADLINE, "the request's deadline passed")
 
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
     def handoffs(self) -> tuple[tuple[str, int], ...]:
-        counts = Counter("committed" if out.is_pushed else "open" for out in self._outgoing.values())
-        counts["closing"] += len(self._closing)
-        counts["failed"] += len(self._quarantined)
-        return tuple(sorted((state, count) for state, count in counts.items() if count))
+        """In the words of the send table. A commit without an answer counts, whatever has drained."""
+        committed = {out.key for out in self._outgoing.values() if out.is_committed}
+        counts = {
+            SendState.OPEN: len(self._outgoing) - len(committed),
+            SendState.COMMITTED: len((committed | self._unanswered) - self._closing.keys()),
+            SendState.CLOSING: len(self._closing),
+            SendState.FAILED: sum(len(failed) for failed in self._quarantined.values()),
+        }
+        return tuple(sorted((state.value, count) for state, count in counts.items() if count))
 
     def ignored(self) -> tuple[tuple[str, int], ...]:
         return tuple(sorted(self._ignored.items()))
@@ -209,7 +226,7 @@ class HandoffOut:
         needed = self._engine.ledger.blocks_for(start.request.num_known_tokens)
         granted = start.first_block + sum(run.count for run in start.runs)
         if granted != needed:
-            return Cause.INVALID, f"{granted} blocks are granted and the prompt has {needed}"
+            return Cause.INTERNAL, f"{granted} blocks are granted and the prompt has {needed}"
         cause = self._engine.scheduler.submit(start.request)
         return None if cause is None else (cause, f"{start.request.num_known_tokens} prompt tokens")
 
@@ -241,18 +258,37 @@ class HandoffOut:
         if row.finish is not None:  # the answer is whole: nothing is left to decode, the reservation is not needed
             self._give_up(out)
             return
+        out.is_committed = True
+        self._unanswered.add(out.key)
         self._ports.to_transfer(CommitHandoff(out.key))
         commit = Commit(out.key, self._ports.identity(), out.request.attempt, row, tuple(out.pushes))
         self._ports.deliver_commit(out.target, commit)
 
     def _drained(self, key: HandoffKey) -> None:
-        out = self._outgoing.get(key.request_id)
-        if out is None or out.key != key:
+        if not self._is_outgoing(key):
             return  # given up meanwhile: its CloseReport follows
         del self._outgoing[key.request_id]
         allocation = self._engine.scheduler.remove(key.request_id)
         if allocation is not None:
             self._engine.ledger.release(allocation)
+
+    def _commit_ended(self, event: CommitAnswered | CommitUndelivered) -> None:
+        """A request whose commit was not taken goes on nowhere, even if its blocks have all arrived: the coordinator
+        must hear of it. Whether it still matters is the coordinator's to know."""
+        self._unanswered.discard(event.key)
+        if isinstance(event, CommitUndelivered):
+            cause, detail = Cause.PEER_LOST, event.detail
+        elif event.cause in _SETTLING:
+            return
+        else:
+            cause, detail = Cause.TRANSFER_FAILED, f"{event.target} did not take the commit: {event.cause}"
+        if self._is_outgoing(event.key):
+            self._give_up(self._outgoing[event.key.request_id])
+        self._ports.to_coordinator(RequestFailed(event.key, cause, detail))
+
+    def _is_outgoing(self, key: HandoffKey) -> bool:
+        out = self._outgoing.get(key.request_id)
+        return out is not None and out.key == key
 
     # ---- giving up
 
@@ -273,9 +309,8 @@ class HandoffOut:
         self._ports.to_transfer(Close(key, waiter=asked.answer))
 
     def _give_up_key(self, key: HandoffKey, cause: Cause, detail: str) -> None:
-        out = self._outgoing.get(key.request_id)
-        if out is not None and out.key == key:
-            self._give_up(out)
+        if self._is_outgoing(key):
+            self._give_up(self._outgoing[key.request_id])
             self._ports.to_coordinator(RequestFailed(key, cause, detail))
 
     def _give_up(self, out: _Outgoing) -> None:
@@ -295,9 +330,7 @@ class HandoffOut:
         for answer in report.waiters:
             if callable(answer):
                 answer(HandoffClosed(report.key, report.state))
-        out = self._outgoing.get(report.key.request_id)
-        if out is not None and out.key == report.key:
-            self._give_up_key(report.key, Cause.TRANSFER_FAILED, "the handoff was closed below")
+        self._give_up_key(report.key, Cause.TRANSFER_FAILED, "the handoff was closed below")
         closing = self._closing.pop(report.key, None)
         if closing is None:
             return
@@ -306,7 +339,8 @@ class HandoffOut:
             return
         block_ids = list(self._engine.ledger.block_ids(closing.allocation))
         self._engine.ledger.quarantine(closing.allocation, block_ids)
-        self._quarantined.setdefault(closing.target.uuid, []).extend(block_ids)
+        failed = _Failed(report.key, tuple(block_ids))
+        self._quarantined.setdefault(closing.target.uuid, []).append(failed)
 
     # ---- peers
 
@@ -325,6 +359,5 @@ class HandoffOut:
                     self._links.pop(worker.uuid, None)
                     self._ports.to_transfer(RemovePeer(worker))
             case PeerRemoved(worker):
-                block_ids = self._quarantined.pop(worker.uuid, [])
-                if block_ids:
-                    self._engine.ledger.free_quarantined(block_ids)
+                for failed in self._quarantined.pop(worker.uuid, []):
+                    self._engine.ledger.free_quarantined(failed.block_ids)

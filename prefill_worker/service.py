@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from kvtransfer.commands import Command, ConnectPeer, PeerConnectFailed
+from loopline.errors import PeerLost
 from loopline.identity import Peer, WorkerId
 from loopline.messages import (
     CloseHandoff,
@@ -21,13 +22,14 @@ from loopline.messages import (
 )
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
-from loopline.worker.events import CloseAsked, CommitUndelivered
-from loopline.worker.peer_calls import PeerCalls
+from loopline.worker.events import CloseAsked, CommitAnswered, CommitUndelivered
+from loopline.worker.peer_calls import Answer, PeerCalls, describe
 
 logger = logging.getLogger(__name__)
 _CLOSE_POLL_S = 5.0
 _CONNECT_TIMEOUT_S = 10.0
-_COMMIT_TIMEOUT_S = 10.0
+_COMMIT_LIMIT_S = 10.0
+_COMMIT_RETRY_S = 0.1
 
 
 class PrefillPeering(cluster_pb2_grpc.PeeringServicer):
@@ -48,15 +50,10 @@ class PrefillPeering(cluster_pb2_grpc.PeeringServicer):
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION, f"this is worker {me.uuid}, not the writer {close.writer.uuid}"
             )
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[HandoffClosed] = loop.create_future()
-
-        def answer(closed: HandoffClosed) -> None:
-            loop.call_soon_threadsafe(_set_once, future, closed)
-
-        self._to_engine(CloseAsked(close, answer))
+        answer: Answer[HandoffClosed] = Answer()
+        self._to_engine(CloseAsked(close, answer.give))
         try:
-            closed = await asyncio.wait_for(future, _CLOSE_POLL_S)
+            closed = await answer.wait(_CLOSE_POLL_S)
         except TimeoutError:
             closed = HandoffClosed(close.key, CloseState.PENDING)
         return convert.to_proto(closed)
@@ -87,15 +84,12 @@ class DecodePeers:
 
     async def _connect(self, peer: Peer) -> None:
         try:
-            answer = await self._calls.stub(peer.address).ConnectPeer(
+            answer = await self._calls.stub(peer).ConnectPeer(
                 convert.to_proto(self._make_connect()), timeout=_CONNECT_TIMEOUT_S, wait_for_ready=True
             )
             connected = convert.from_proto(Connected, answer)
-        except grpc.aio.AioRpcError as error:
-            self._to_engine(PeerConnectFailed(peer, f"{error.code().name}: {error.details()}"))
-            return
-        except ValueError as error:
-            self._to_engine(PeerConnectFailed(peer, str(error)))
+        except (grpc.aio.AioRpcError, PeerLost, ValueError) as error:
+            self._to_engine(PeerConnectFailed(peer, describe(error)))
             return
         if connected.peer.worker.uuid != peer.worker.uuid:
             self._to_engine(PeerConnectFailed(peer, f"another worker answers at {peer.address}"))
@@ -103,23 +97,31 @@ class DecodePeers:
         self._to_transfer(ConnectPeer(peer, connected.agent_metadata, connected.region))
 
     async def _deliver(self, peer: Peer, commit: Commit) -> None:
+        """Whatever happens, the engine thread hears how it ended: without an answer the request would wait for ever."""
+        event: CommitAnswered | CommitUndelivered
         try:
-            answer = await self._calls.stub(peer.address).CommitHandoff(
-                convert.to_proto(commit), timeout=_COMMIT_TIMEOUT_S, wait_for_ready=True
-            )
-        except grpc.aio.AioRpcError as error:
-            self._to_engine(CommitUndelivered(commit.key, f"{peer.name}: {error.code().name}: {error.details()}"))
-            return
-        cause = convert.from_proto(CommitAnswer, answer).cause
-        if cause is not None:
-            logger.info("commit of %s was ignored by %s: %s", commit.key, peer.name, cause.value)
+            answer = await self._commit(peer, commit)
+            event = CommitAnswered(commit.key, answer.cause, peer.name)
+            if answer.cause is not None:
+                logger.info("commit of %s was ignored by %s: %s", commit.key, peer.name, answer.cause.value)
+        except (grpc.aio.AioRpcError, PeerLost, ValueError) as error:
+            event = CommitUndelivered(commit.key, f"{peer.name}: {describe(error)}")
+        except Exception as error:
+            logger.exception("commit of %s could not be sent to %s", commit.key, peer.name)
+            event = CommitUndelivered(commit.key, f"{peer.name}: {error!r}")
+        self._to_engine(event)
 
-
-def _set_once(future: "asyncio.Future[HandoffClosed]", value: HandoffClosed) -> None:
-    if not future.done():
-        future.set_result(value)
-
-
-def add_peering(server: grpc.aio.Server, servicer: PrefillPeering) -> None:
-    """Put the service on a server."""
-    cluster_pb2_grpc.add_PeeringServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    async def _commit(self, peer: Peer, commit: Commit) -> CommitAnswer:
+        """The same commit may come twice, so a connection that broke under the call costs another one."""
+        request = convert.to_proto(commit)
+        loop = asyncio.get_running_loop()
+        give_up_at_s = loop.time() + _COMMIT_LIMIT_S
+        while True:
+            left_s = max(give_up_at_s - loop.time(), _COMMIT_RETRY_S)
+            try:
+                answer = await self._calls.stub(peer).CommitHandoff(request, timeout=left_s, wait_for_ready=True)
+                return convert.from_proto(CommitAnswer, answer)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or loop.time() >= give_up_at_s:
+                    raise
+            await asyncio.sleep(_COMMIT_RETRY_S)  # a pause between attempts, not scheduling

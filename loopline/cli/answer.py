@@ -37,10 +37,6 @@ def deliver(events: Generator[Event, None, None], *, as_json: bool, with_logprob
         _end_text(completion)
     if failure is not None:
         sys.stderr.write(f"error: {failure}\n")
-    elif completion.finish_reason in (FinishReason.DEADLINE, FinishReason.CANCELLED, FinishReason.ERROR):
-        sys.stderr.write(f"error: ended by {completion.finish_reason}\n")
-        status = 1
-    if status:
         raise typer.Exit(status)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from coordinator.launcher import LocalLauncher
 from loopline.cli.options import Config
 from loopline.cli.status import audit_faults
-from loopline.cli.supervise import Interrupts, drain_limit_s, finish, run_folder, start, unless
+from loopline.cli.supervise import Interrupts, finish, run_folder, start, unless
 from loopline.client import AsyncClient, Completion
 from loopline.config import ClusterConfig, load_config
 from loopline.errors import LooplineError
@@ -46,20 +46,16 @@ class Answer:
 def demo(*, config: Config) -> None:
     """Show a whole cluster at work, in under a minute."""
     console = Console(highlight=False, soft_wrap=True)
-    faults = asyncio.run(_demo(console, config))
-    for fault in faults:
-        console.print(f"failed: {fault}", style="bold red", markup=False)
-    if faults:
-        raise typer.Exit(1)
+    asyncio.run(_demo(console, config))
 
 
-async def _demo(console: Console, path: Path) -> list[str]:
+async def _demo(console: Console, path: Path) -> None:
     config = load_config(path)
     with run_folder(None) as folder, Interrupts() as interrupts:
         launcher = LocalLauncher(path, port=0, run_dir=folder)
         console.print(f"starting {config.prefill.replicas} prefill and {config.decode.replicas} decode workers ...")
         if not await start(launcher, interrupts, _READY_S, folder):
-            return ["interrupted"]
+            conclude(console, ["interrupted"], folder)
         pids = launcher.pids
         faults: list[str] = []
         try:
@@ -67,10 +63,20 @@ async def _demo(console: Console, path: Path) -> list[str]:
             if not await unless(interrupts.first, _show(console, launcher.address, config, faults)):
                 faults.append("interrupted")
         finally:
-            await finish(launcher, interrupts, drain_limit_s(config))
+            await finish(launcher, interrupts)
         faults += [f"{name} (pid {pid}) is still there" for name, pid in pids.items() if _is_alive(pid)]
-        console.print("all processes have ended" if not faults else f"logs are in {folder}")
-        return faults
+        conclude(console, faults, folder)
+
+
+def conclude(console: Console, faults: list[str], folder: Path) -> None:
+    """The last words. Faults end the command here, inside `run_folder`, which then keeps the logs that are named."""
+    if not faults:
+        console.print("all processes have ended")
+        return
+    for fault in faults:
+        console.print(f"failed: {fault}", style="bold red", markup=False)
+    console.print(f"logs are in {folder}", markup=False)
+    raise typer.Exit(1)
 
 
 async def _show(console: Console, address: str, config: ClusterConfig, faults: list[str]) -> None:

@@ -15,9 +15,8 @@ from rich.logging import RichHandler
 
 from coordinator.launcher import LocalLauncher
 from loopline.cli.options import Config
-from loopline.cli.supervise import Interrupts, drain_limit_s, finish, run_folder, start, unless
+from loopline.cli.supervise import Interrupts, finish, run_folder, start, unless
 from loopline.client import AsyncClient, ClusterStatus
-from loopline.config import load_config
 from loopline.errors import LooplineError, OperatorError
 from loopline.process import write_json_by_rename
 
@@ -49,7 +48,6 @@ def launch(
 async def _launch(
     console: Console, config: Path, ready_file: Path | None, port: int | None, run_dir: Path | None, timeout_s: float
 ) -> int:
-    drain_s = drain_limit_s(load_config(config))
     with run_folder(run_dir) as folder, Interrupts() as interrupts:
         launcher = LocalLauncher(config, port=port, run_dir=folder)
         console.print(f"starting {config}; logs are in {folder}")
@@ -64,10 +62,10 @@ async def _launch(
                     watch.cancel()
                     await asyncio.gather(watch, return_exceptions=True)
         except BaseException:
-            await launcher.stop(0.0)
+            await launcher.stop()
             raise
-        console.print(f"stopping: running requests have {drain_s:g} s; Ctrl-C again ends them at once")
-        return 0 if await finish(launcher, interrupts, drain_s) else _KILLED
+        console.print(f"stopping: running requests have {launcher.drain_limit_s:g} s; Ctrl-C again ends them at once")
+        return 0 if await finish(launcher, interrupts) else _KILLED
 
 
 @contextlib.contextmanager

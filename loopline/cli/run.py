@@ -13,7 +13,7 @@ from loopline.cli.answer import deliver
 from loopline.cli.options import Deadline, Json, with_request_options
 from loopline.client import Accepted, Chunk, Event, Finished, Token
 from loopline.errors import DeadlineExceeded, InvalidRequest
-from loopline.intake import RequestOptions, resolve_request
+from loopline.intake import RequestOptions, check_deadline_s, resolve_request
 from loopline.messages import HandoffStats, TokenRow
 from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.request import FinishReason, Request, Route, Timing, Usage
@@ -37,6 +37,8 @@ def run(
     spec, codec = load_model_spec(model_dir), load_text(model_dir)
     if options.loops is not None and options.loops < 1:
         raise InvalidRequest(f"loops is {options.loops}; allowed: 1 and above")
+    if deadline is not None:
+        check_deadline_s(deadline)
     max_loops = max(spec.default_loops, options.loops or 1)
     request = resolve_request(
         options,
@@ -84,7 +86,7 @@ def _events(
 def _answer(
     rows: Iterator[TokenRow], text: TextStream | None, num_prompt: int, start_s: float, deadline_s: float | None
 ) -> Iterator[Event]:
-    ttft_s, count, reason = 0.0, 0, FinishReason.ERROR
+    ttft_s, count, reason = 0.0, 0, FinishReason.LENGTH
     try:
         for row in rows:
             now_s = time.monotonic() - start_s

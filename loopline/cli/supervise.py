@@ -12,10 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from coordinator.launcher import LocalLauncher
-from loopline.config import ClusterConfig
 from loopline.errors import OperatorError
 
-_MOST_DRAIN_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -44,9 +42,9 @@ class Interrupts:
         (self.second if self.first.is_set() else self.first).set()
 
 
-async def unless(event: asyncio.Event, job: Coroutine[Any, Any, Any]) -> bool:
-    """Run `job` until it is done (True; its error is raised) or `event` is set (False; the job is cancelled)."""
-    task, waiting = asyncio.create_task(job), asyncio.create_task(event.wait())
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
+    """Run `work` until it is done (True; its error is raised) or `event` is set (False; it is cancelled)."""
+    task, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
     try:
         await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -73,24 +71,19 @@ async def start(launcher: LocalLauncher, interrupts: Interrupts, timeout_s: floa
         raise OperatorError(f"the cluster did not serve within {timeout_s:g} s; logs are in {folder}") from None
     finally:
         if not serving:
-            await launcher.stop(0.0)
+            await launcher.stop()
     return serving
 
 
-async def finish(launcher: LocalLauncher, interrupts: Interrupts, drain_s: float) -> bool:
+async def finish(launcher: LocalLauncher, interrupts: Interrupts) -> bool:
     """Let running requests finish, then stop everything; False if a second interrupt ended it at once."""
-    if await unless(interrupts.second, launcher.stop(drain_s)):
+    if await unless(interrupts.second, launcher.stop()):
         return True
     for pid in launcher.pids.values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    await launcher.stop(0.0)
+    await launcher.stop()
     return False
-
-
-def drain_limit_s(config: ClusterConfig) -> float:
-    """How long a command waits for running requests when it is told to stop."""
-    return min(_MOST_DRAIN_S, config.membership.drain_limit_s)
 
 
 @contextlib.contextmanager

@@ -13,15 +13,18 @@ from loopline.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LooplineError,
+    NoTokenizer,
     Overloaded,
     PeerError,
     RequestRefused,
+    RequestTooLarge,
     WorkerLost,
 )
 from loopline.intake import Chat, RequestOptions
 from loopline.messages import HandoffStats
 from loopline.request import FinishReason, InitialState, Route, Timing, TokenLogprob, TokenLogprobs, Usage
 from loopline.wire._generated.loopline.v1 import loopline_pb2
+from loopline.wire.channel import ERROR_KEY
 
 CALL_TIMEOUT_S = 10.0  # of the calls that answer at once
 POLL_S = 0.05  # between two looks at a cluster that does not serve yet
@@ -40,6 +43,18 @@ _ERRORS: Mapping[grpc.StatusCode, type[LooplineError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: RequestRefused,
+}
+_NAMED: Mapping[Any, type[LooplineError]] = {
+    kind.__name__: kind
+    for kind in (
+        InvalidRequest,
+        RequestTooLarge,
+        NoTokenizer,
+        RequestRefused,
+        Overloaded,
+        DeadlineExceeded,
+        WorkerLost,
+    )
 }
 R = TypeVar("R")
 
@@ -145,8 +160,11 @@ def _value(hint: Any, value: Any) -> Any:
 
 
 def error_of(error: Any, address: str, accepted: bool) -> LooplineError:
-    """The error that a failed call's status means; its text is the status's own."""
+    """The error that the coordinator named in the call's trailing metadata, else what the status means."""
     code, text = error.code(), error.details() or error.code().name
-    if code is grpc.StatusCode.UNAVAILABLE:
+    named = _NAMED.get(dict(error.trailing_metadata() or ()).get(ERROR_KEY))
+    if named is not None:
+        return named(text)
+    if code is grpc.StatusCode.UNAVAILABLE:  # nobody answered
         return WorkerLost(text) if accepted else CoordinatorUnreachable(f"{address}: {text}")
     return _ERRORS.get(code, PeerError)(text if code in _ERRORS else f"{code.name}: {text}")

@@ -15,6 +15,8 @@ from loopline.errors import CheckpointError, InvalidRequest
 from loopline.text.chat import ChatTemplate, load_chat_template
 from loopline.text.stream import TextStream
 
+_NORMALIZED = 4  # most bytes of text that a normalizer makes one of: NFC's worst is 3, of U+212A (kelvin)
+
 
 class TextCodec:
     """Tokenizer and chat template of one checkpoint folder. Immutable once made, and free to be shared by threads."""
@@ -23,10 +25,17 @@ class TextCodec:
         self._tokenizer = tokenizer
         self._token_bytes = token_bytes
         self._chat = chat
+        names = [token.content.encode("utf-8") for token in tokenizer.get_added_tokens_decoder().values()]
+        shrinkage = 1 if tokenizer.normalizer is None else _NORMALIZED
+        self._longest_token_bytes = shrinkage * max(map(len, (*token_bytes, *names)), default=1)
 
     @property
     def has_chat_template(self) -> bool:
         return self._chat is not None
+
+    def max_text_bytes(self, num_tokens: int) -> int:
+        """No text of more bytes has so few tokens. To be asked before `encode`, which takes seconds for megabytes."""
+        return num_tokens * self._longest_token_bytes
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text. Nothing is added around it; a special token's name in the text becomes that token.
@@ -40,8 +49,8 @@ class TextCodec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
-        """Token ids of (role, content) messages with the opening of the answer's turn.
+    def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
+        """The text to encode for (role, content) messages, with the opening of the answer's turn.
 
         Raises InvalidRequest if the checkpoint has no chat template, or if the template refuses the messages.
         """
@@ -49,7 +58,7 @@ class TextCodec:
             raise InvalidRequest("the checkpoint has no chat template; send text or token ids instead of messages")
         if not messages:
             raise InvalidRequest("messages is empty; at least one message is needed")
-        return self.encode(self._chat.render(messages))
+        return self._chat.render(messages)
 
     def decoder(self, stop: Sequence[str] = ()) -> TextStream:
         """A fresh detokenizer for one answer that watches for these stop strings."""

@@ -1,12 +1,13 @@
 """The worker's one stream to its coordinator: Register, then reports up and commands down, until either side ends.
 
-Runs on asyncio; `send` and `beat` may be called from any thread. When the stream breaks everything that was queued
-for it is dropped, the worker is told (it gives up its requests), and it joins again as the next epoch.
+Runs on asyncio; `send` and `beat` may be called from any thread. When the stream breaks the worker is told (it gives up
+its requests), and it joins again as its next life; what was queued for the old stream is dropped.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -17,33 +18,37 @@ from loopline.messages import CoordinatorMessage, Heartbeat, Register, Rejected,
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.wire.channel import open_channel
+from loopline.worker.peer_calls import describe
 
 logger = logging.getLogger(__name__)
 _RETRY_FIRST_S = 0.2
 _RETRY_MOST_S = 2.0
+_BEATS_PER_LEASE = 3
+_EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
+
+Stream = grpc.aio.StreamStreamCall[Any, Any]
+OnMessage = Callable[[CoordinatorMessage], None]
+
+
+@dataclass(frozen=True)
+class _Finish:
+    """Stands in the outbox behind the last message of the process."""
 
 
 class Attachment:
-    """Invariant: at most one stream at a time; a message is sent on the stream of the epoch that it was made in."""
+    """Invariant: at most one stream at a time; nothing queued before a stream was welcomed is sent on it."""
 
-    def __init__(
-        self,
-        address: str,
-        register: Callable[[int], Register],
-        heartbeat: Callable[[], Heartbeat],
-        on_message: Callable[[CoordinatorMessage], None],
-        on_lost: Callable[[], None],
-    ) -> None:
-        """`register` makes the first message for an epoch; the other callables run on the event loop."""
+    def __init__(self, address: str, register: Callable[[], Register], heartbeat: Callable[[], Heartbeat]) -> None:
+        """`register` makes the first message of the worker's next life; both run on the event loop that this is made
+        on."""
         self._address = address
         self._register = register
         self._heartbeat = heartbeat
-        self._on_message = on_message
-        self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self._outbox: asyncio.Queue[WorkerMessage] = asyncio.Queue()
-        self._coordinator_epoch = 0
-        self._epoch = 0
+        self._outbox: asyncio.Queue[WorkerMessage | _Finish] = asyncio.Queue()
+        self._is_finishing = False
+        self._is_detached = asyncio.Event()
+        self._is_detached.set()
 
     def send(self, message: WorkerMessage) -> None:
         """Queue a message; any thread. Dropped if the stream breaks first."""
@@ -53,77 +58,124 @@ class Attachment:
         """Send a heartbeat soon; any thread."""
         self._from_any_thread(lambda: self._outbox.put_nowait(self._heartbeat()))
 
-    async def run(self, first_timeout_s: float) -> None:
-        """Stay attached until cancelled.
+    async def run(self, timeout_s: float, on_message: OnMessage, on_lost: Callable[[], None]) -> None:
+        """Stay attached until cancelled, or until `finish` has ended the stream.
 
-        Raises CoordinatorUnreachable if the first attempt does not succeed within `first_timeout_s`, OperatorError with
-        the coordinator's reason if it rejects this worker.
+        Raises CoordinatorUnreachable if the first attempt does not succeed within `timeout_s`, and OperatorError with
+        the coordinator's reason where it rejects this worker; for a reason that may pass by itself, only when that has
+        lasted for `timeout_s`.
         """
-        give_up_at: float | None = self._loop.time() + first_timeout_s
+        silent_since_s: float | None = self._loop.time()  # None: it has been welcomed
+        rejected_since_s: float | None = None
         delay_s = _RETRY_FIRST_S
         async with open_channel(self._address) as channel:
             stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
-            while True:
-                joined = await self._attach_once(stub)
-                if joined:
-                    give_up_at, delay_s = None, _RETRY_FIRST_S
-                    self._drop_queued()
-                    self._on_lost()
-                elif give_up_at is not None and self._loop.time() >= give_up_at:
+            while not self._is_finishing:
+                answer = await self._attach_once(stub, on_message)
+                now_s = self._loop.time()
+                if isinstance(answer, Welcome):
+                    silent_since_s = rejected_since_s = None
+                    delay_s = _RETRY_FIRST_S
+                    logger.info("the stream to %s is over", self._address)
+                    on_lost()
+                elif isinstance(answer, Rejected):
+                    if rejected_since_s is None:
+                        rejected_since_s = now_s
+                        logger.info("rejected: %s", answer.reason)
+                    if not answer.retry or now_s - rejected_since_s >= timeout_s:
+                        raise OperatorError(f"the coordinator at {self._address} rejects this worker: {answer.reason}")
+                elif silent_since_s is not None and now_s - silent_since_s >= timeout_s:
                     raise CoordinatorUnreachable(
-                        f"no coordinator answers at {self._address} (tried for {first_timeout_s:g} s)"
+                        f"no coordinator answers at {self._address} (tried for {timeout_s:g} s)"
                     )
                 await asyncio.sleep(delay_s)  # a pause between attempts, not scheduling
                 delay_s = min(delay_s * 2, _RETRY_MOST_S)
 
-    async def _attach_once(self, stub: cluster_pb2_grpc.ClusterStub) -> bool:
-        """One life of the stream; returns whether it was welcomed."""
-        self._epoch += 1
-        call = stub.Attach()
-        welcomed = False
-        writer: asyncio.Task[None] | None = None
+    async def finish(self, limit_s: float) -> None:
+        """Write everything that was queued until now, end the stream and wait for its end, all within `limit_s`.
+        Nothing is sent afterwards, and `run` returns."""
+        self._is_finishing = True
+        self._loop.call_soon(self._outbox.put_nowait, _Finish())  # behind what other threads have handed over
         try:
-            await call.write(convert.wrap_worker_message(self._register(self._epoch), 0))
-            async for envelope in call:
-                try:
-                    message, epoch = convert.unwrap_coordinator_message(envelope)
-                except ValueError as error:
-                    logger.warning("ignored a message of the coordinator: %s", error)
-                    continue
-                if isinstance(message, Rejected):
-                    raise OperatorError(f"the coordinator at {self._address} rejects this worker: {message.reason}")
-                if isinstance(message, Welcome):
-                    self._coordinator_epoch, welcomed = epoch, True
-                    writer = asyncio.create_task(self._write(call, message.lease_s / 3))
-                elif epoch == self._coordinator_epoch:
-                    self._on_message(message)
-        except grpc.aio.AioRpcError as error:
-            logger.info("the stream to %s ended: %s %s", self._address, error.code().name, error.details())
-        except asyncio.InvalidStateError:
-            logger.info("the stream to %s ended before it began", self._address)
+            async with asyncio.timeout(limit_s):
+                await self._is_detached.wait()
+        except TimeoutError:
+            logger.warning("the last messages to %s were not taken within %g s", self._address, limit_s)
+
+    async def _attach_once(
+        self, stub: cluster_pb2_grpc.ClusterStub, on_message: OnMessage
+    ) -> CoordinatorMessage | None:
+        """One life of the stream; the coordinator's answer to Register, None if it gave none."""
+        call = stub.Attach()
+        try:
+            await call.write(convert.wrap_worker_message(self._register(), 0))
+            envelope = await call.read()
+            if envelope is _EOF:
+                return None
+            answer, epoch = convert.unwrap_coordinator_message(envelope)
+            if isinstance(answer, Welcome):
+                await self._keep(call, answer.lease_s / _BEATS_PER_LEASE, epoch, on_message)
+            return answer
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ValueError) as error:
+            logger.info("no stream to %s: %s", self._address, describe(error))
+            return None
         finally:
             call.cancel()
-            if writer is not None:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
-        return welcomed
 
-    async def _write(self, call: "grpc.aio.StreamStreamCall[Any, Any]", beat_s: float) -> None:
-        """Send what is queued, and a heartbeat at least every `beat_s`."""
-        next_beat = self._loop.time()
+    async def _keep(self, call: Stream, beat_s: float, epoch: int, on_message: OnMessage) -> None:
+        """Read and write until the stream ends or either of the two fails. Raises nothing of theirs: it is logged."""
+        self._drop_queued()
+        self._is_detached.clear()
+        reader = asyncio.create_task(self._read(call, epoch, on_message))
+        writer = asyncio.create_task(self._write(call, epoch, beat_s))
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            if writer.done() and writer.exception() is None:  # it has finished: now the coordinator ends the stream
+                await asyncio.wait((reader,))
+        finally:
+            for task in (reader, writer):
+                task.cancel()
+            ends = await asyncio.gather(reader, writer, return_exceptions=True)
+            self._is_detached.set()
+            for error in ends:
+                if isinstance(error, grpc.aio.AioRpcError | asyncio.InvalidStateError):
+                    logger.info("the stream to %s ended: %s", self._address, describe(error))
+                elif isinstance(error, Exception):
+                    logger.error("the stream to %s is given up", self._address, exc_info=error)
+
+    async def _read(self, call: Stream, coordinator_epoch: int, on_message: OnMessage) -> None:
         while True:
-            wait_s = next_beat - self._loop.time()
-            message: WorkerMessage
-            if wait_s <= 0:
-                message = self._heartbeat()
-            else:
-                try:
-                    message = await asyncio.wait_for(self._outbox.get(), wait_s)
-                except TimeoutError:
-                    message = self._heartbeat()
+            envelope: Any = await call.read()
+            if envelope is _EOF:
+                return
+            try:
+                message, epoch = convert.unwrap_coordinator_message(envelope)
+            except ValueError as error:
+                logger.warning("ignored a message of the coordinator: %s", error)
+                continue
+            if epoch == coordinator_epoch:
+                on_message(message)
+
+    async def _write(self, call: Stream, coordinator_epoch: int, beat_s: float) -> None:
+        """Send what is queued, and a heartbeat at least every `beat_s`; returns after the last message of all."""
+        next_beat_s = self._loop.time()
+        while True:
+            message = await self._next_message(next_beat_s)
+            if isinstance(message, _Finish):
+                await call.done_writing()
+                return
             if isinstance(message, Heartbeat):
-                next_beat = self._loop.time() + beat_s
-            await call.write(convert.wrap_worker_message(message, self._coordinator_epoch))
+                next_beat_s = self._loop.time() + beat_s
+            await call.write(convert.wrap_worker_message(message, coordinator_epoch))
+
+    async def _next_message(self, beat_at_s: float) -> WorkerMessage | _Finish:
+        wait_s = beat_at_s - self._loop.time()
+        if wait_s <= 0:
+            return self._heartbeat()
+        try:
+            return await asyncio.wait_for(self._outbox.get(), wait_s)
+        except TimeoutError:
+            return self._heartbeat()
 
     def _drop_queued(self) -> None:
         while not self._outbox.empty():

@@ -1,12 +1,14 @@
 """The thread that owns an engine: takes events from a queue, steps, hands outcomes to the role's core.
 
 The core (prefill's or decode's) is called from this thread only, so it needs no locks. Others post events and read the
-last published load.
+last published load. A failure of the engine's own books ends the thread, and with it the process: nothing that it would
+say afterwards could be trusted.
 """
 
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,11 @@ from loopline.sched.plan import StepOutcome
 
 logger = logging.getLogger(__name__)
 _IDLE_TICK_S = 0.1
+_STOP_LIMIT_S = 10.0
+_LASTING = ("failed", "quarantined")
+"""States of handoffs that only the end of another worker ends: a drain does not wait for them."""
+Pairs = tuple[tuple[str, int], ...]
+"""(word, count)."""
 
 
 class WorkerCore(Protocol):
@@ -35,11 +42,16 @@ class WorkerCore(Protocol):
         """Do what time asks for: deadlines."""
         ...
 
-    def handoffs(self) -> tuple[tuple[str, int], ...]:
+    @property
+    def is_draining(self) -> bool:
+        """Whether nothing new is taken any more."""
+        ...
+
+    def handoffs(self) -> Pairs:
         """Handoffs by state, for heartbeats."""
         ...
 
-    def ignored(self) -> tuple[tuple[str, int], ...]:
+    def ignored(self) -> Pairs:
         """Messages ignored so far, by cause, for heartbeats."""
         ...
 
@@ -53,43 +65,69 @@ class LoadBoard:
     """The last published load: written by the engine thread, read by any."""
 
     def __init__(self) -> None:
-        self._load = WorkerLoad(0, False, 0, 0, 0, 0, BlockCounts(0, 0, 0, 0, 0), (), ())
+        self._published = (WorkerLoad(0, False, 0, 0, 0, 0, BlockCounts(0, 0, 0, 0, 0), (), ()), False)
 
-    def publish(self, load: WorkerLoad) -> None:
-        self._load = load
+    def publish(self, load: WorkerLoad, is_draining: bool) -> None:
+        self._published = (load, is_draining)
 
     def read(self) -> WorkerLoad:
-        return self._load
+        return self._published[0]
+
+    @property
+    def is_drained(self) -> bool:
+        """The engine thread takes nothing new, and nothing runs, waits, is held or is being handed off."""
+        load, is_draining = self._published
+        handoffs = any(state not in _LASTING for state, _ in load.handoffs)
+        return is_draining and not (load.running or load.waiting or load.blocks.held or handoffs)
 
 
 Inbox = queue.SimpleQueue[object]
 """Events for the engine thread: put by any thread, taken by this one."""
 
 
+@dataclass(frozen=True)
+class EngineListener:
+    """Who is told what, in the engine thread; the calls return at once."""
+
+    on_settled: Callable[[], None]
+    """Blocks, requests, business or draining changed, and the engine is idle."""
+    on_failed: Callable[[Exception], None]
+    """The thread has ended with this error."""
+    transfer_ignored: Callable[[], Pairs]
+    """Asked for what the transfer thread has ignored."""
+
+
 class EngineThread:
     """Invariant: engine and core are touched by this thread alone once it has started."""
 
     def __init__(
-        self, engine: Engine, core: WorkerCore, inbox: Inbox, board: LoadBoard, on_settled: Callable[[], None]
+        self, engine: Engine, core: WorkerCore, inbox: Inbox, board: LoadBoard, listener: EngineListener
     ) -> None:
-        """`on_settled` is called from this thread when blocks, requests or business changed and the engine is idle."""
         self._engine = engine
         self._core = core
         self._inbox = inbox
         self._board = board
-        self._on_settled = on_settled
+        self._listener = listener
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        board.publish(self._measure(busy=False))
+        board.publish(self._measure(busy=False), core.is_draining)
 
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
-        """End the thread after what is queued, and wait for it."""
+    def stop(self, limit_s: float = _STOP_LIMIT_S) -> bool:
+        """End the thread after what is queued. False if it has not ended by then: its device may still be in use."""
         self._inbox.put(_Stop())
-        self._thread.join()
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        except Exception as error:  # whatever it is, the engine cannot be trusted to go on
+            logger.exception("the engine thread failed")
+            self._listener.on_failed(error)
+
+    def _loop(self) -> None:
         can_step = False
         while self._take_events(block=not can_step):
             self._guard(self._core.tick)
@@ -120,19 +158,17 @@ class EngineThread:
             logger.exception("an event could not be handled")
 
     def _publish(self, busy: bool) -> None:
-        before, after = self._board.read(), self._measure(busy)
-        self._board.publish(after)
-        changed = (before.busy, before.running, before.blocks, before.handoffs) != (
-            after.busy,
-            after.running,
-            after.blocks,
-            after.handoffs,
-        )
+        before, was_drained = self._board.read(), self._board.is_drained
+        after = self._measure(busy)
+        self._board.publish(after, self._core.is_draining)
+        changed = was_drained != self._board.is_drained or _outline(before) != _outline(after)
         if changed and not busy:
-            self._on_settled()
+            self._listener.on_settled()
 
     def _measure(self, busy: bool) -> WorkerLoad:
         scheduler, ledger = self._engine.scheduler, self._engine.ledger
+        ignored = Counter(dict(self._core.ignored()))
+        ignored.update(dict(self._listener.transfer_ignored()))
         return WorkerLoad(
             step=scheduler.step,
             busy=busy,
@@ -142,5 +178,10 @@ class EngineThread:
             promised_blocks=ledger.num_promised_blocks,
             blocks=ledger.counts(),
             handoffs=self._core.handoffs(),
-            ignored=self._core.ignored(),
+            ignored=tuple(sorted(ignored.items())),
         )
+
+
+def _outline(load: WorkerLoad) -> tuple[object, ...]:
+    """What the coordinator decides by; worth a heartbeat when it changes."""
+    return load.busy, load.running, load.waiting, load.blocks, load.handoffs

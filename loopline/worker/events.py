@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from loopline.identity import HandoffKey, WorkerId
+from loopline.identity import Cause, HandoffKey, WorkerId
 from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed
 
 
@@ -26,8 +26,17 @@ class CommitReceived:
 
 
 @dataclass(frozen=True)
+class CommitAnswered:
+    """A decode worker took a commit (`cause` None), or says why not."""
+
+    key: HandoffKey
+    cause: Cause | None
+    target: str
+
+
+@dataclass(frozen=True)
 class CommitUndelivered:
-    """A commit could not be brought to its decode worker."""
+    """No answer to a commit could be had; whether it arrived is not known."""
 
     key: HandoffKey
     detail: str

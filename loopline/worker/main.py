@@ -1,12 +1,18 @@
-"""The command line of a worker process, the same for both kinds."""
+"""The entry point of a worker process, the same for both kinds."""
 
 import argparse
+import os
+import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loopline.config import load_config
+from loopline.errors import OperatorError
 from loopline.process import configure_logging
+from loopline.sched.policy import RolePolicy
 from loopline.settings import WorkerSettings
+from loopline.worker.runtime import EXIT_OPERATOR, BuildRole, run_worker
 
 
 @dataclass(frozen=True)
@@ -17,17 +23,30 @@ class WorkerArguments:
     life_fd: int | None
 
 
+def worker_main(role: str, policy: RolePolicy, build_role: BuildRole, arguments: Sequence[str] | None) -> int:
+    """Exit status: 0 after a drain or a stop, 1 after a failure of ours, 2 for what the operator must mend."""
+    try:
+        parsed = parse_worker_arguments(role, arguments)
+    except OperatorError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_OPERATOR
+    return run_worker(parsed.settings, policy, build_role, parsed.life_fd)
+
+
 def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> WorkerArguments:
     """Read the command line and the cluster YAML. Raises ConfigError kinds; argparse exits on a wrong flag."""
     parser = argparse.ArgumentParser(prog=f"python -m {role}_worker", description=f"A {role} worker process.")
     parser.add_argument("--config", required=True, help="cluster YAML")
     parser.add_argument("--coordinator", required=True, help="HOST:PORT of the coordinator")
-    parser.add_argument("--name", default=f"{role}-0", help="name for people; unique in the cluster")
+    parser.add_argument(
+        "--name", default=None, help="name for people, unique in the cluster; ROLE-HOST-PID if not given"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to be reached at")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free one")
     parser.add_argument("--life-fd", type=int, default=None, help="pipe whose end means that the parent is gone")
     parsed = parser.parse_args(arguments)
-    configure_logging(parsed.name)
+    name = parsed.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
+    configure_logging(name)
     config = load_config(parsed.config)
-    settings = config.worker_settings(role, parsed.name, parsed.coordinator, port=parsed.port, host=parsed.host)
+    settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=parsed.host)
     return WorkerArguments(settings, parsed.life_fd)

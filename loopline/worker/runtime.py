@@ -1,7 +1,7 @@
-"""One worker process from settings to end: server, engine, transfer thread, stream to the coordinator, drain.
+"""One worker process from settings to end: load, serve, drain, leave.
 
-The role comes in as a `RoleParts` builder: its core for the engine thread and its gRPC servicer. Order of
-construction is order of need, so nothing is born half-empty: inbox, stream, transfer thread, core, engine thread.
+The role comes in as a `BuildRole`: its core for the engine thread and its gRPC servicer. Order of construction is order
+of need: `_load` makes engine and transfer thread, `_Worker` all that talks to them.
 """
 
 import asyncio
@@ -23,26 +23,35 @@ from kvtransfer.region import ArenaSpan
 from kvtransfer.transfer_thread import NoticeCodec, TransferEndpoint, TransferThread
 from loopline.clock import Clock, MonotonicClock
 from loopline.engine.engine import Engine
-from loopline.errors import OperatorError, TransferError
+from loopline.errors import LooplineError, OperatorError, TransferError
 from loopline.identity import Fingerprint, Peer, Role, WorkerId
-from loopline.messages import CoordinatorMessage, Drain, Heartbeat, Register, WorkerMessage
-from loopline.process import on_terminate, watch_life_pipe
+from loopline.messages import CoordinatorMessage, Drain, Heartbeat, PeerGone, Register, WorkerMessage
+from loopline.process import leave, on_terminate, watch_life_pipe
 from loopline.sched.policy import RolePolicy
 from loopline.settings import WorkerSettings
+from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.wire.channel import bind, join_address, server_options
 from loopline.wire.convert import decode_push_notice, encode_push_notice
 from loopline.worker.attachment import Attachment
-from loopline.worker.engine_thread import EngineThread, Inbox, LoadBoard, WorkerCore
+from loopline.worker.engine_thread import EngineListener, EngineThread, Inbox, LoadBoard, WorkerCore
 from loopline.worker.events import BeginDrain, CoordinatorLost
+from loopline.worker.orders import Orders
+from loopline.worker.peer_calls import PeerCalls
 
 logger = logging.getLogger(__name__)
+EXIT_FAILED = 1
 EXIT_OPERATOR = 2
 _STOP_GRACE_S = 0.2
+_FLUSH_LIMIT_S = 3.0
+
+
+class EngineFailed(LooplineError):
+    """The engine thread ended with an error, which it has logged."""
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a role builds its parts from. Calls may be made from any thread and return at once, `spawn` aside."""
+    """What a role builds its parts from. The callables may be called from any thread and return at once."""
 
     engine: Engine
     clock: Clock
@@ -52,140 +61,206 @@ class WorkerContext:
     to_coordinator: Callable[[WorkerMessage], None]
     to_transfer: Callable[[Command], None]
     to_engine: Callable[[object], None]
-    loop: asyncio.AbstractEventLoop
+    calls: PeerCalls
 
 
 @dataclass(frozen=True)
 class RoleParts:
-    """A role's three parts: logic on the engine thread, peer service, and what it does on asyncio for a message that
-    is not the engine's. `on_message` returns True if it took the message."""
+    """A role's three parts: logic on the engine thread, peer service, and what it does on asyncio with a message of the
+    coordinator. `on_message` returns True if the engine thread does not need the message."""
 
     core: WorkerCore
-    add_services: Callable[[grpc.aio.Server], None]
+    servicer: cluster_pb2_grpc.PeeringServicer
     on_message: Callable[[CoordinatorMessage], bool]
 
 
 class BuildRole(Protocol):
-    """Makes a role's parts."""
+    """Makes a role's parts; called on the event loop."""
 
     def __call__(self, context: WorkerContext) -> RoleParts: ...
 
 
 def run_worker(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRole, life_fd: int | None) -> int:
     """Run until drained, terminated or told to stop; the process's exit status. Operator errors are one line on
-    stderr.
+    stderr. Where a thread of ours hangs the process leaves from here, and the call does not return.
     """
     try:
-        return asyncio.run(_Process(settings, policy, build_role, life_fd).run())
+        asyncio.run(_run(settings, policy, build_role, life_fd))
     except (OperatorError, TransferError) as error:
         sys.stderr.write(f"{settings.name}: {error}\n")
         return EXIT_OPERATOR
+    except Exception:
+        logger.exception("the worker failed")
+        return EXIT_FAILED
+    return 0
 
 
-class _Process:
-    """The life of one worker process on its event loop."""
+async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRole, life_fd: int | None) -> None:
+    loop = asyncio.get_running_loop()
+    orders = Orders(settings.drain_limit_s)
+    on_terminate(loop, orders.terminate)
+    if life_fd is not None:
+        watch_life_pipe(loop, life_fd, orders.stop)
+    server = grpc.aio.server(options=server_options())
+    port = bind(server, settings.host, settings.port)  # before the model loads: a clash shows at once
+    identity = Identity(settings.name, join_address(settings.host, port))
+    loading = asyncio.create_task(asyncio.to_thread(_load, settings, policy, identity.agent_name))
+    if not await _first_of(loading, orders.wait_stop(), orders.wait_drain()):
+        logger.info("told to leave while loading")
+        leave(0)  # the loading thread cannot be stopped in another way
+    loaded = loading.result()
+    worker = _Worker(settings, identity, loaded, server, build_role, orders)
+    try:
+        await worker.run()
+    finally:
+        if not await asyncio.to_thread(loaded.transfer.stop):
+            logger.error("the transfer thread does not stop; leaving without it")
+            leave(EXIT_FAILED)  # its agent may still write the arena, so the memory must not be freed in order
+
+
+async def _first_of(wanted: "asyncio.Task[Any]", *others: Any) -> bool:
+    """Wait until one is done; whether that is `wanted`. The others are cancelled."""
+    tasks = [asyncio.ensure_future(other) for other in others]
+    await asyncio.wait((wanted, *tasks), return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return wanted.done()
+
+
+class Identity:
+    """This process as others know it: a fresh uuid, and a new epoch for every try to join."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self._uuid = uuid.uuid4().hex
+        self._epoch = 0
+        self._name = name
+        self._address = address
+
+    @property
+    def agent_name(self) -> str:
+        return WorkerId(self._uuid, self._epoch).agent_name
+
+    def me(self) -> Peer:
+        """The current life."""
+        return Peer(WorkerId(self._uuid, self._epoch), self._name, self._address)
+
+    def begin_life(self) -> Peer:
+        """The next life: what is said from now on is said in it."""
+        self._epoch += 1
+        return self.me()
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Engine and transfer thread, running, and the queue that the engine thread will take its events from."""
+
+    engine: Engine
+    fingerprint: Fingerprint
+    inbox: Inbox
+    transfer: TransferThread
+    endpoint: TransferEndpoint
+
+
+def _load(settings: WorkerSettings, policy: RolePolicy, agent_name: str) -> _Loaded:
+    """Everything that takes long. Raises OperatorError kinds and TransferError."""
+    engine = Engine(settings.engine, policy)
+    fingerprint = engine.fingerprint()
+    inbox: Inbox = queue.SimpleQueue()
+    arena = engine.arena
+    is_cuda = settings.engine.device.startswith("cuda")
+    span = ArenaSpan(
+        base_address=arena.base_address,
+        block_bytes=arena.layout.block_bytes,
+        num_blocks=arena.num_blocks,
+        null_block=arena.null_block,
+        memory_kind="VRAM" if is_cuda else "DRAM",
+        device_id=arena.tensor.device.index or 0,
+    )
+
+    def make_agent() -> TransferAgent:
+        return NixlAgent(agent_name, settings.transfer)
+
+    transfer = TransferThread(
+        make_agent,
+        span,
+        settings=settings.transfer,
+        codec=NoticeCodec(encode_push_notice, decode_push_notice),
+        clock=MonotonicClock(),
+        on_event=inbox.put,
+    )
+    return _Loaded(engine, fingerprint, inbox, transfer, transfer.start())
+
+
+class _Worker:
+    """A loaded worker on its event loop, from the first join to the last message."""
 
     def __init__(
-        self, settings: WorkerSettings, policy: RolePolicy, build_role: BuildRole, life_fd: int | None
+        self,
+        settings: WorkerSettings,
+        identity: Identity,
+        loaded: _Loaded,
+        server: grpc.aio.Server,
+        build_role: BuildRole,
+        orders: Orders,
     ) -> None:
         self._settings = settings
-        self._policy = policy
-        self._build_role = build_role
-        self._life_fd = life_fd
-        self._uuid = uuid.uuid4().hex
-        self._epoch = 1
-        self._is_draining = False
+        self._inbox = loaded.inbox
+        self._server = server
+        self._orders = orders
+        self._loop = asyncio.get_running_loop()
+        self._board = LoadBoard()
+        self._settled = asyncio.Event()
+        self._engine_failed: asyncio.Future[None] = self._loop.create_future()
+        self._calls = PeerCalls(self._loop)
+        engine = loaded.engine
 
-    async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        self._drain = asyncio.Event()
-        on_terminate(loop, self._terminated)
-        if self._life_fd is not None:
-            watch_life_pipe(loop, self._life_fd, self._stop.set)
-        server = grpc.aio.server(options=server_options())
-        port = bind(server, self._settings.host, self._settings.port)  # before the model loads: a clash shows at once
-        self._address = join_address(self._settings.host, port)
-        engine = await asyncio.to_thread(Engine, self._settings.engine, self._policy)
-        fingerprint = await asyncio.to_thread(engine.fingerprint)
-        inbox: Inbox = queue.SimpleQueue()
-        transfer = self._transfer_thread(engine, inbox)
-        endpoint = await asyncio.to_thread(transfer.start)
-        try:
-            await self._serve(server, engine, fingerprint, inbox, transfer, endpoint)
-        finally:
-            if not await asyncio.to_thread(transfer.stop):
-                logger.error("the transfer thread does not stop; leaving without it")
-                os._exit(1)  # its agent may still write the arena, so the memory must not be freed in order
-        return 0
+        def register() -> Register:
+            role = Role(settings.role)
+            return Register(identity.begin_life(), role, os.getpid(), loaded.fingerprint, engine.capacity)
 
-    async def _serve(
-        self,
-        server: grpc.aio.Server,
-        engine: Engine,
-        fingerprint: Fingerprint,
-        inbox: Inbox,
-        transfer: TransferThread,
-        endpoint: TransferEndpoint,
-    ) -> None:
-        board = LoadBoard()
-        settled = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        parts: RoleParts | None = None
-
-        def register(epoch: int) -> Register:
-            self._epoch = epoch
-            role = Role(self._settings.role)
-            return Register(self._me(), role, os.getpid(), fingerprint, engine.capacity)
-
-        def on_message(message: CoordinatorMessage) -> None:
-            if isinstance(message, Drain):
-                self._drain.set()
-            elif parts is None or not parts.on_message(message):
-                inbox.put(message)
-
-        attachment = Attachment(
-            self._settings.coordinator,
-            register,
-            lambda: Heartbeat(board.read(), self._is_draining),
-            on_message,
-            lambda: inbox.put(CoordinatorLost()),
+        self._attachment = Attachment(
+            settings.coordinator, register, lambda: Heartbeat(self._board.read(), orders.is_draining)
         )
-
-        def on_settled() -> None:
-            attachment.beat()
-            loop.call_soon_threadsafe(settled.set)
-
         context = WorkerContext(
             engine=engine,
             clock=MonotonicClock(),
-            endpoint=endpoint,
-            fingerprint=fingerprint,
-            me=self._me,
-            to_coordinator=attachment.send,
-            to_transfer=transfer.submit,
-            to_engine=inbox.put,
-            loop=loop,
+            endpoint=loaded.endpoint,
+            fingerprint=loaded.fingerprint,
+            me=identity.me,
+            to_coordinator=self._attachment.send,
+            to_transfer=loaded.transfer.submit,
+            to_engine=loaded.inbox.put,
+            calls=self._calls,
         )
-        parts = self._build_role(context)
-        parts.add_services(server)
-        await server.start()
-        engine_thread = EngineThread(engine, parts.core, inbox, board, on_settled)
-        engine_thread.start()
-        try:
-            await self._until_stopped(attachment, inbox, board, settled)
-        finally:
-            await asyncio.to_thread(engine_thread.stop)
-            await server.stop(_STOP_GRACE_S)
+        self._parts = build_role(context)
+        listener = EngineListener(self._on_settled, self._on_engine_failed, loaded.transfer.ignored)
+        self._engine_thread = EngineThread(engine, self._parts.core, loaded.inbox, self._board, listener)
 
-    async def _until_stopped(
-        self, attachment: Attachment, inbox: Inbox, board: LoadBoard, settled: asyncio.Event
-    ) -> None:
-        """Stay attached until told to stop, or until drained. Raises what the attachment raises."""
-        attached = asyncio.create_task(attachment.run(self._settings.connect_timeout_s))
-        stopped = asyncio.create_task(self._stop.wait())
-        draining = asyncio.create_task(self._drained(attachment, inbox, board, settled))
-        tasks: tuple[asyncio.Task[Any], ...] = (attached, stopped, draining)
+    async def run(self) -> None:
+        """Serve until an order to leave was carried out. Raises what ended the worker otherwise."""
+        add = cluster_pb2_grpc.add_PeeringServicer_to_server
+        add(self._parts.servicer, self._server)  # type: ignore[no-untyped-call]
+        await self._server.start()
+        self._engine_thread.start()
+        try:
+            await self._until_ended()
+        finally:
+            if not await asyncio.to_thread(self._engine_thread.stop):
+                logger.error("the engine thread does not stop; leaving without it")
+                leave(EXIT_FAILED)
+            await self._calls.close()
+            await self._server.stop(_STOP_GRACE_S)
+
+    async def _until_ended(self) -> None:
+        """Stay attached until told to stop, until drained, or until something of ours fails."""
+        run = self._attachment.run(self._settings.connect_timeout_s, self._on_message, self._on_lost)
+        tasks: tuple[asyncio.Future[None], ...] = (
+            asyncio.ensure_future(run),
+            asyncio.ensure_future(self._orders.wait_stop()),
+            asyncio.ensure_future(self._drained()),
+            self._engine_failed,
+        )
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
@@ -193,48 +268,42 @@ class _Process:
         for task in done:
             task.result()
 
-    async def _drained(self, attachment: Attachment, inbox: Inbox, board: LoadBoard, settled: asyncio.Event) -> None:
-        """Returns once a drain was asked for and nothing runs, waits or is being handed off."""
-        await self._drain.wait()
-        self._is_draining = True
-        inbox.put(BeginDrain())
-        attachment.beat()
-        while True:
-            load = board.read()
-            if not (load.running or load.waiting or load.handoffs or load.blocks.held):
-                return
-            settled.clear()
-            await settled.wait()
+    async def _drained(self) -> None:
+        """Once a drain was ordered: returns when nothing runs, waits or is being handed off, or at the limit, and the
+        coordinator has everything that was said until then."""
+        limit_s = await self._orders.wait_drain()
+        self._inbox.put(BeginDrain())
+        self._attachment.beat()
+        try:
+            async with asyncio.timeout(limit_s):
+                while not self._board.is_drained:
+                    self._settled.clear()
+                    await self._settled.wait()
+        except TimeoutError:
+            logger.warning("not drained within %g s; what still runs goes on elsewhere", limit_s)
+        await self._attachment.finish(_FLUSH_LIMIT_S)
 
-    def _transfer_thread(self, engine: Engine, inbox: Inbox) -> TransferThread:
-        arena = engine.arena
-        is_cuda = self._settings.engine.device.startswith("cuda")
-        span = ArenaSpan(
-            base_address=arena.base_address,
-            block_bytes=arena.layout.block_bytes,
-            num_blocks=arena.num_blocks,
-            null_block=arena.null_block,
-            memory_kind="VRAM" if is_cuda else "DRAM",
-            device_id=arena.tensor.device.index or 0,
-        )
+    def _on_message(self, message: CoordinatorMessage) -> None:
+        if isinstance(message, Drain):
+            self._orders.drain(message.limit_s)
+            return
+        if isinstance(message, PeerGone) and message.proven:
+            self._calls.drop(message.worker)
+        if not self._parts.on_message(message):
+            self._inbox.put(message)
 
-        def make_agent() -> TransferAgent:
-            return NixlAgent(WorkerId(self._uuid, 0).agent_name, self._settings.transfer)
+    def _on_lost(self) -> None:
+        self._inbox.put(CoordinatorLost())
 
-        return TransferThread(
-            make_agent,
-            span,
-            settings=self._settings.transfer,
-            codec=NoticeCodec(encode_push_notice, decode_push_notice),
-            clock=MonotonicClock(),
-            on_event=inbox.put,
-        )
+    def _on_settled(self) -> None:
+        """In the engine thread."""
+        self._attachment.beat()
+        self._loop.call_soon_threadsafe(self._settled.set)
 
-    def _me(self) -> Peer:
-        return Peer(WorkerId(self._uuid, self._epoch), self._settings.name, self._address)
+    def _on_engine_failed(self, error: Exception) -> None:
+        """In the engine thread."""
+        self._loop.call_soon_threadsafe(self._fail, EngineFailed(f"the engine thread failed: {error!r}"))
 
-    def _terminated(self) -> None:
-        """First signal: drain. Second: stop at once."""
-        if self._drain.is_set():
-            self._stop.set()
-        self._drain.set()
+    def _fail(self, error: EngineFailed) -> None:
+        if not self._engine_failed.done():
+            self._engine_failed.set_exception(error)

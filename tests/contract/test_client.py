@@ -17,17 +17,23 @@ from loopline.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LooplineError,
+    NoTokenizer,
     Overloaded,
     PeerError,
+    RequestRefused,
+    RequestTooLarge,
     WorkerLost,
 )
 from loopline.request import FinishReason, InitialState, TokenLogprob
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
-from loopline.wire.channel import server_options
+from loopline.wire.channel import ERROR_KEY, server_options
 
 
 class ScriptedServer(loopline_pb2_grpc.LooplineServicer):
-    """Answers as told by the label: "fail CODE", "late CODE" (after the first event), "endless", else in full."""
+    """Answers as told by the label: "fail CODE", "fail CODE KIND", "late CODE" (after the first event), "endless".
+
+    Any other label is answered in full.
+    """
 
     def __init__(self) -> None:
         self.requests: list[Any] = []
@@ -38,7 +44,9 @@ class ScriptedServer(loopline_pb2_grpc.LooplineServicer):
         self.requests.append(request)
         context.add_callback(self.cancelled.set)
         if request.label.startswith("fail "):
-            context.abort(grpc.StatusCode[request.label.removeprefix("fail ")], "the reason")
+            code, *kind = request.label.removeprefix("fail ").split()
+            context.set_trailing_metadata(tuple((ERROR_KEY, name) for name in kind))
+            context.abort(grpc.StatusCode[code], "the reason")
         yield loopline_pb2.GenerateEvent(
             accepted=loopline_pb2.Accepted(request_id="r1", seed=2**64 - 1, prompt_tokens=3)
         )
@@ -171,6 +179,11 @@ def test_closing_the_iterator_cancels(server: tuple[ScriptedServer, str], flavou
         ("fail INVALID_ARGUMENT", InvalidRequest),
         ("fail RESOURCE_EXHAUSTED", Overloaded),
         ("fail UNAVAILABLE", CoordinatorUnreachable),
+        ("fail UNAVAILABLE RequestRefused", RequestRefused),
+        ("fail UNAVAILABLE WorkerLost", WorkerLost),
+        ("fail INVALID_ARGUMENT RequestTooLarge", RequestTooLarge),
+        ("fail INVALID_ARGUMENT NoTokenizer", NoTokenizer),
+        ("fail INVALID_ARGUMENT OfALaterVersion", InvalidRequest),
         ("late UNAVAILABLE", WorkerLost),
         ("late DEADLINE_EXCEEDED", DeadlineExceeded),
         ("late INTERNAL", PeerError),
@@ -179,8 +192,9 @@ def test_closing_the_iterator_cancels(server: tuple[ScriptedServer, str], flavou
 def test_a_status_becomes_an_error_with_its_text(
     server: tuple[ScriptedServer, str], flavour: str, label: str, kind: type[LooplineError]
 ) -> None:
-    with pytest.raises(kind, match="the reason"):
+    with pytest.raises(LooplineError, match="the reason") as caught:
         _events(flavour, server[1], "hi", label=label)
+    assert type(caught.value) is kind
 
 
 def test_model_and_status(server: tuple[ScriptedServer, str]) -> None:

@@ -190,6 +190,8 @@ STEPS = (
     "decode_event",
     "commit",
     "commit_again",
+    "commit_lost",
+    "commit_answer_lost",
     "close",
     "step_prefill",
     "step_decode",
@@ -225,6 +227,10 @@ def advance(script: Script, step: str, number: int) -> None:
             pair.deliver_commit(number)
         case "commit_again":
             pair.deliver_commit(number, repeat=True)
+        case "commit_lost" if number % 3 == 0:
+            pair.lose_commit(number)
+        case "commit_answer_lost" if number % 3 == 0:
+            pair.deliver_commit(number, answer_is_lost=True)
         case "close":
             pair.deliver_close(number)
         case "step_prefill":

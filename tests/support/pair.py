@@ -12,13 +12,13 @@ from kvtransfer.local_agent import LocalAgent, LocalHub
 from kvtransfer.receiver import Receiver
 from kvtransfer.region import ArenaSpan, RegisteredRegion
 from kvtransfer.sender import Sender
-from loopline.clock import MonotonicClock
+from loopline.clock import Clock, MonotonicClock
 from loopline.engine.engine import Engine
 from loopline.identity import HandoffKey, Peer, WorkerId
 from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed, WorkerMessage
 from loopline.settings import EngineSettings, SchedulerSettings
 from loopline.wire.convert import decode_push_notice, encode_push_notice
-from loopline.worker.events import CloseAsked, CommitReceived, WriterClosed
+from loopline.worker.events import CloseAsked, CommitAnswered, CommitReceived, CommitUndelivered, WriterClosed
 from prefill_worker.handoff_out import HandoffOut, PrefillPorts
 from prefill_worker.policy import PrefillPolicy
 from tests.support.golden import GOLDEN
@@ -52,6 +52,7 @@ class Channels:
     from_prefill: deque[WorkerMessage] = field(default_factory=deque)
     from_decode: deque[WorkerMessage] = field(default_factory=deque)
     commands: deque[Command] = field(default_factory=deque)
+    decode_commands: list[Command] = field(default_factory=list)  # kept, not carried out
     commits: list[Commit] = field(default_factory=list)
     closes: list[HandoffKey] = field(default_factory=list)
     close_answers: list[HandoffClosed] = field(default_factory=list)
@@ -62,12 +63,13 @@ class Channels:
 class Pair:
     """Both cores and what lies between them."""
 
-    def __init__(self, prefill_engine: Engine, decode_engine: Engine, name: str) -> None:
+    def __init__(self, prefill_engine: Engine, decode_engine: Engine, name: str, clock: Clock | None = None) -> None:
         self.prefill_engine, self.decode_engine = prefill_engine, decode_engine
         self.channels = Channels()
         self.prefill_peer = Peer(WorkerId(f"{name}-p", 1), "prefill-0", "nowhere:1")
         self.decode_peer = Peer(WorkerId(f"{name}-d", 1), "decode-0", "nowhere:2")
-        hub, clock = LocalHub(), MonotonicClock()
+        hub = LocalHub()
+        self.clock = clock = clock or MonotonicClock()
         self._prefill_agent = LocalAgent(self.prefill_peer.worker.agent_name, hub)
         self._decode_agent = LocalAgent(self.decode_peer.worker.agent_name, hub)
         source = RegisteredRegion(self._prefill_agent, span_of(prefill_engine)).manifest
@@ -95,7 +97,7 @@ class Pair:
             decode_engine,
             DecodePorts(
                 to_coordinator=self.channels.from_decode.append,
-                to_transfer=lambda command: None,
+                to_transfer=self.channels.decode_commands.append,
                 ask_close=lambda key, writer: self.channels.closes.append(key),
             ),
             clock,
@@ -161,15 +163,27 @@ class Pair:
         core.handle(events.popleft())
         return True
 
-    def deliver_commit(self, index: int = 0, repeat: bool = False) -> list[CommitAnswer]:
-        """Bring one commit over; kept for another delivery if `repeat`."""
+    def deliver_commit(self, index: int = 0, repeat: bool = False, answer_is_lost: bool = False) -> list[CommitAnswer]:
+        """Bring one commit over and its answer back; kept for another delivery if `repeat`."""
         if not self.channels.commits:
             return []
         at = index % len(self.channels.commits)
         commit = self.channels.commits[at] if repeat else self.channels.commits.pop(at)
         answers: list[CommitAnswer] = []
         self.decode.handle(CommitReceived(commit, answers.append))
+        if answer_is_lost:
+            self.prefill.handle(CommitUndelivered(commit.key, "the test lost the answer"))
+        else:
+            self.prefill.handle(CommitAnswered(commit.key, answers[0].cause, "decode-0"))
         return answers
+
+    def lose_commit(self, index: int = 0) -> bool:
+        """One commit never arrives."""
+        if not self.channels.commits:
+            return False
+        commit = self.channels.commits.pop(index % len(self.channels.commits))
+        self.prefill.handle(CommitUndelivered(commit.key, "the test lost the commit"))
+        return True
 
     def deliver_close(self, index: int = 0) -> bool:
         """Bring one CloseHandoff over, or a closed writer's answer back."""

@@ -41,6 +41,7 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
         prefill: {num_blocks: 7, chunk_tokens: 64}
         decode: {num_blocks: 9, deterministic: false, num_threads: 2}
         transfer: {ucx: {UCX_TLS: tcp, UCX_A: "1"}, error_mode: none}
+        membership: {drain_limit_s: 4}
     """
     config = load_config(_write(tmp_path, text))
     prefill = config.worker_settings("prefill", "p0", "127.0.0.1:5")
@@ -49,6 +50,7 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
     assert (decode.engine.num_blocks, decode.engine.num_threads, decode.port) == (9, 2, 77)
     assert decode.engine.model_path == "/m"
     assert (decode.engine.dtype, decode.engine.max_loops, decode.engine.block_size) == ("fp32", 3, 8)
+    assert prefill.drain_limit_s == decode.drain_limit_s == 4
     assert decode.transfer.ucx == (("UCX_A", "1"), ("UCX_TLS", "tcp"))
     with pytest.raises(ConfigError, match="prefill, decode"):
         config.worker_settings("both", "x", "y")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from loopline.errors import InvalidRequest, NoTokenizer
-from loopline.intake import Chat, RequestOptions, resolve_request
+from loopline.errors import InvalidRequest, NoTokenizer, RequestTooLarge
+from loopline.intake import Chat, RequestOptions, check_deadline_s, resolve_request
 from loopline.model_spec import load_model_spec
 from loopline.request import InitialState, Request, SamplingParams
-from loopline.text import load_text
+from loopline.text import TextCodec, load_text
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny-ouro"
 SPEC = load_model_spec(TINY)
@@ -58,7 +58,9 @@ def test_the_default_depth_stays_within_what_is_laid_out() -> None:
 def test_messages_go_through_the_template() -> None:
     assert CODEC is not None
     messages = (("user", "hi"),)
-    assert _resolve(RequestOptions(prompt=Chat(messages))).prompt_ids == tuple(CODEC.encode_chat(messages))
+    assert _resolve(RequestOptions(prompt=Chat(messages))).prompt_ids == tuple(
+        CODEC.encode(CODEC.render_chat(messages))
+    )
     with pytest.raises(InvalidRequest, match="messages is empty"):
         _resolve(RequestOptions(prompt=Chat(())))
 
@@ -67,3 +69,36 @@ def test_messages_go_through_the_template() -> None:
 def test_text_needs_a_tokenizer(options: RequestOptions) -> None:
     with pytest.raises(NoTokenizer, match=r"no tokenizer|has none"):
         _resolve(options, with_codec=False)
+
+
+class NeverEncodes(TextCodec):
+    """Fails where a prompt is encoded before its size is known to be possible."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self.__dict__ |= codec.__dict__
+
+    def encode(self, text: str) -> list[int]:
+        raise AssertionError("encoded")
+
+
+@pytest.mark.parametrize(
+    "prompt", ["x" * 600_000, (1,) * 2049, Chat((("user", "x" * 600_000),)), Chat((("user", "x"),) * 50_000)]
+)
+def test_what_can_never_fit_is_refused_before_it_is_encoded(prompt: str | tuple[int, ...] | Chat) -> None:
+    assert CODEC is not None
+    with pytest.raises(RequestTooLarge, match=r"has \d+ (bytes|token ids); the model's context.* 2048"):
+        resolve_request(
+            RequestOptions(prompt=prompt),
+            request_id="r1",
+            fallback_seed=7,
+            spec=SPEC,
+            codec=NeverEncodes(CODEC),
+            max_loops=4,
+        )
+
+
+@pytest.mark.parametrize("deadline_s", [0.0, -1.0, 86_401.0, float("inf"), float("nan")])
+def test_a_deadline_is_bounded_as_the_configurations_is(deadline_s: float) -> None:
+    with pytest.raises(InvalidRequest, match=rf"deadline_s is {deadline_s}; allowed: above 0, at most 86400"):
+        check_deadline_s(deadline_s)
+    check_deadline_s(86_400.0)

@@ -100,8 +100,3 @@ def test_a_failure_is_said_on_standard_error(capsys: pytest.CaptureFixture[str])
     with pytest.raises(typer.Exit):
         deliver(_events(WorkerLost("gone")), as_json=False, with_logprobs=False)
     assert capsys.readouterr() == ("", "error: gone\n")
-
-
-def test_an_answer_that_ended_by_its_deadline_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
-    record = _object(capsys, ACCEPTED, TOKENS, _finished(FinishReason.DEADLINE), status=1)
-    assert record["finish_reason"] == "deadline"

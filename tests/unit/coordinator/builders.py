@@ -55,14 +55,15 @@ def register(
     total_blocks: int = 64,
     max_running: int = 4,
     pid: int = 1,
+    host: str = "127.0.0.1",
 ) -> Register:
     worker = WorkerId(uuid or f"uuid-{name}", epoch)
     capacity = Capacity(block_size=16, total_blocks=total_blocks, max_running=max_running, token_bytes=1024)
-    return Register(Peer(worker, name, f"127.0.0.1:{name}"), role, pid, fingerprint, capacity)
+    return Register(Peer(worker, name, f"{host}:{name}"), role, pid, fingerprint, capacity)
 
 
-def heartbeat(*, draining: bool = False, step: int = 0) -> Heartbeat:
-    blocks = BlockCounts(free=64, held=0, cached=0, quarantined=0, total=64)
+def heartbeat(*, draining: bool = False, step: int = 0, quarantined: int = 0) -> Heartbeat:
+    blocks = BlockCounts(free=64 - quarantined, held=0, cached=0, quarantined=quarantined, total=64)
     load = WorkerLoad(step, False, 0, 0, 0, 0, blocks, handoffs=(), ignored=())
     return Heartbeat(load, draining)
 

@@ -37,7 +37,7 @@ from loopline.messages import (
 )
 from loopline.model_spec import load_model_spec
 from loopline.request import FinishReason, Request
-from loopline.text import load_text
+from loopline.text import TextCodec, load_text
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc, loopline_pb2_grpc
 from loopline.wire.channel import bind, open_channel
@@ -97,6 +97,7 @@ class ScriptedWorker:
     total_blocks: int = 64
     pid: int | None = None
     uuid: str | None = None
+    host: str = "127.0.0.1"
     decodes_when_bound: bool = False  # for a decode worker that no prefill worker of this process can reach
     heard: list[CoordinatorMessage] = field(default_factory=list)
     refusals: list[Cause] = field(default_factory=list)
@@ -116,6 +117,7 @@ class ScriptedWorker:
             total_blocks=self.total_blocks,
             pid=self.pid or sum(self.name.encode()),
             uuid=self.uuid,
+            host=self.host,
         )
         self._channel = open_channel(self.cluster.address)
         stub: Any = cluster_pb2_grpc.ClusterStub
@@ -228,7 +230,12 @@ class ScriptedCluster:
 
 @contextlib.asynccontextmanager
 async def scripted_cluster(
-    *, model: Path = MODEL, queue_limit: int = 8, lease_s: float = 30.0, deadline_s: float = 20.0
+    *,
+    model: Path = MODEL,
+    codec: TextCodec | None = None,
+    queue_limit: int = 8,
+    lease_s: float = 30.0,
+    deadline_s: float = 20.0,
 ) -> AsyncIterator[ScriptedCluster]:
     """A coordinator on a free loopback port; nothing is left running afterwards."""
     config = ClusterConfig.model_validate(
@@ -240,7 +247,7 @@ async def scripted_cluster(
     )
     spec = load_model_spec(model)
     dispatcher = build_dispatcher(config, spec, MonotonicClock())
-    intake = build_intake(config, spec, load_text(model))
+    intake = build_intake(config, spec, codec or load_text(model))
     server = build_server(dispatcher, intake, ModelCard("tiny", "fp32"), config.limits.max_message_bytes)
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()

@@ -27,6 +27,7 @@ async def main() -> None:
     parser.add_argument("--config")
     parser.add_argument("--name", required=True)
     parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--host", required=True)
     parser.add_argument("--life-fd", type=int, required=True)
     options = parser.parse_args()
     gone = asyncio.Event()
@@ -38,6 +39,7 @@ async def main() -> None:
         Place(options.coordinator),
         pid=os.getpid(),
         uuid=str(uuid.uuid4()),
+        host=options.host,
         decodes_when_bound=True,
     )
     while not gone.is_set() and not worker.ended.is_set():

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from coordinator.launcher import LocalLauncher
@@ -20,12 +22,12 @@ SCRIPTED = dict.fromkeys(Role, "tests.unit.coordinator.scripted_process")
 LAUNCH_S = 30.0
 
 
-def write_config(folder: Path, model: Path = MODEL, restart: str = "always") -> Path:
+def write_config(folder: Path, model: Path = MODEL, host: str = "127.0.0.1", drain_limit_s: float = 2.0) -> Path:
     path = folder / "cluster.yaml"
     path.write_text(
         f"model: {{path: {model}}}\n"
-        "membership: {lease_s: 1.0, drain_limit_s: 2.0}\n"
-        f"launcher: {{restart: {restart}}}\n"
+        f"membership: {{lease_s: 1.0, drain_limit_s: {drain_limit_s}}}\n"
+        f"launcher: {{host: {host}}}\n"
     )
     return path
 
@@ -45,12 +47,21 @@ async def generate(address: str) -> list[int]:
         return [token.id async for event in stub(channel).Generate(message) for token in event.chunk.tokens]
 
 
+async def status(address: str) -> Any:
+    stub: Any = loopline_pb2_grpc.LooplineStub
+    async with open_channel(address) as channel:
+        return await stub(channel).GetStatus(loopline_pb2.GetStatusRequest())
+
+
 def test_a_cluster_from_start_to_stop(tmp_path: Path) -> None:
     async def main() -> None:
         async with LocalLauncher(
-            write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
+            write_config(tmp_path, host="127.0.0.2"), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
         ) as launcher:
             await launcher.wait_serving(LAUNCH_S)
+            assert {worker.address.split(":")[0] for worker in (await status(launcher.address)).workers} == {
+                "127.0.0.2"
+            }
             assert await generate(launcher.address) == [token_at(position) for position in range(5, 10)]
             first = launcher.pids
             assert sorted(first) == ["coordinator", "decode-0", "prefill-0"]
@@ -62,7 +73,7 @@ def test_a_cluster_from_start_to_stop(tmp_path: Path) -> None:
             last = launcher.pids
             began_s = time.monotonic()
             waiter = asyncio.ensure_future(launcher.wait_stopped())
-            await launcher.stop(2.0)
+            await launcher.stop()
             await waiter
             assert time.monotonic() - began_s < WAIT_S
             assert launcher.pids == {} and all(is_gone(pid) for pid in (*first.values(), *last.values()))
@@ -105,5 +116,45 @@ def test_the_coordinators_end_ends_the_launch(tmp_path: Path) -> None:
             os.kill(launcher.pids["coordinator"], signal.SIGKILL)
             with pytest.raises(PeerLost, match="coordinator ended with exit status -9"):
                 await launcher.wait_stopped()
+
+    asyncio.run(main())
+
+
+def test_at_the_drain_limit_a_client_gets_a_status_and_no_broken_connection(tmp_path: Path) -> None:
+    async def main() -> None:
+        modules = dict.fromkeys(Role, "tests.unit.coordinator.stubborn_process")  # they never join: requests wait
+        config = write_config(tmp_path, drain_limit_s=0.5)
+        async with LocalLauncher(config, run_dir=tmp_path / "run", port=0, worker_modules=modules) as launcher:
+            waiting = asyncio.ensure_future(generate(launcher.address))
+            async with asyncio.timeout(WAIT_S):
+                while (await status(launcher.address)).queued == 0:  # noqa: ASYNC110 - it has no event to wait for
+                    await asyncio.sleep(0.01)
+            await launcher.stop()
+            with pytest.raises(grpc.aio.AioRpcError, match="shutting down; 0 tokens were delivered") as caught:
+                await waiting
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(main())
+
+
+def test_a_launch_drains_no_longer_than_whoever_stops_it_would_wait(tmp_path: Path) -> None:
+    assert LocalLauncher(write_config(tmp_path, drain_limit_s=40.0), run_dir=tmp_path).drain_limit_s == 10.0
+    assert LocalLauncher(write_config(tmp_path, drain_limit_s=4.0), run_dir=tmp_path).drain_limit_s == 4.0
+
+
+def test_an_end_is_reported_until_it_is_answered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with LocalLauncher(
+            write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
+        ) as launcher:
+            await launcher.wait_serving(LAUNCH_S)
+            first = launcher.pids
+            os.kill(first["coordinator"], signal.SIGSTOP)  # does not answer
+            os.kill(first["decode-0"], signal.SIGKILL)
+            await until(lambda: "decode-0" not in launcher.pids, "reaped")
+            await until(lambda: "cannot be reported yet" in caplog.text, "the first report has failed")
+            assert "decode-0" not in launcher.pids
+            os.kill(first["coordinator"], signal.SIGCONT)
+            await until(lambda: "decode-0" in launcher.pids, "reported, and started again")
 
     asyncio.run(main())

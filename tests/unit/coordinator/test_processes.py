@@ -45,5 +45,8 @@ def test_an_end_is_described_with_the_log(tmp_path: Path) -> None:
         assert await child.reap() == 1
         assert "prefill-0 ended with exit status 1" in child.describe_end()
         assert "the machine has no such thing" in child.describe_end()
+        with (tmp_path / "log").open("a") as log:
+            log.writelines(f"line {number}\n" for number in range(100_000))
+        assert child.describe_end().splitlines()[1:] == [f"  line {number}" for number in range(99_980, 100_000)]
 
     asyncio.run(main())

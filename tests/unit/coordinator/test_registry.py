@@ -8,6 +8,7 @@ from loopline.identity import Role, WorkerState
 from loopline.messages import Pair, PairFailed, PairReady, PeerGone
 from tests.unit.coordinator.builders import OTHER_FINGERPRINT, heartbeat, peer, register
 
+HOST = "127.0.0.1"
 P, D = register("prefill-0", Role.PREFILL, pid=10), register("decode-0", Role.DECODE, pid=11)
 
 
@@ -46,9 +47,20 @@ def test_a_name_is_taken_while_its_worker_lives() -> None:
     joined(registry, P)
     answer = registry.join(register("prefill-0", Role.PREFILL, uuid="another"), 0.0)
     assert isinstance(answer, Refused) and "prefill-0 is alive at 127.0.0.1:prefill-0" in answer.reason
+    assert answer.retry
     registry.lose(P.peer.worker, proven=False)
     joined(registry, register("prefill-0", Role.PREFILL, uuid="another"))
-    assert isinstance(registry.join(P, 0.0), Refused)  # a lost life does not come back
+    answer = registry.join(P, 0.0)
+    assert isinstance(answer, Refused) and not answer.retry  # a lost life does not come back
+
+
+def test_a_name_is_free_when_the_lease_of_its_worker_has_run_out() -> None:
+    registry = Registry(3.0)
+    joined(registry, P)
+    another = register("prefill-0", Role.PREFILL, uuid="another")
+    assert isinstance(registry.join(another, 2.9), Refused)
+    answer = registry.join(another, 3.0)
+    assert isinstance(answer, Joined) and answer.superseded == P.peer.worker
 
 
 def test_a_later_epoch_of_the_same_process_takes_over() -> None:
@@ -89,9 +101,9 @@ def test_a_loss_is_told_to_the_other_role_and_again_with_its_proof() -> None:
     assert states(registry)["prefill-0"] is WorkerState.LOST
     assert states(registry)["decode-0"] is WorkerState.STARTING
     assert registry.lose(P.peer.worker, proven=False) == []
-    assert registry.with_pid(10) == [P.peer.worker]
+    assert registry.lives_of("prefill-0", 10, HOST) == [P.peer.worker]
     assert registry.lose(P.peer.worker, proven=True) == [Send(D.peer.worker, PeerGone(P.peer.worker, True))]
-    assert registry.with_pid(10) == []
+    assert registry.lives_of("prefill-0", 10, HOST) == []
     assert registry.lose(P.peer.worker, proven=True) == []
 
 
@@ -128,4 +140,50 @@ def test_who_drained_has_left_and_is_not_lost() -> None:
     registry.heartbeat(D.peer.worker, heartbeat(draining=True), 1.0)
     registry.lose(D.peer.worker, proven=False)
     assert list(states(registry)) == ["prefill-0"]
-    assert registry.with_pid(11) == [D.peer.worker]
+    assert registry.lives_of("decode-0", 11, HOST) == [D.peer.worker]
+
+
+def test_who_hangs_while_draining_is_lost() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D)
+    registry.heartbeat(D.peer.worker, heartbeat(draining=True), 1.0)
+    assert registry.expired(4.0) == [P.peer.worker, D.peer.worker]
+    registry.lose(D.peer.worker, proven=False, lapsed=True)
+    registry.lose(D.peer.worker, proven=False)  # its stream is closed because of it
+    assert states(registry)["decode-0"] is WorkerState.LOST
+
+
+def test_only_name_process_id_and_host_together_prove_an_end() -> None:
+    registry = Registry(3.0)
+    far = register("decode-1", Role.DECODE, pid=11, host="10.0.0.7")
+    joined(registry, D, far)
+    assert registry.lives_of("decode-0", 11, HOST) == [D.peer.worker]
+    assert registry.lives_of("decode-1", 11, "10.0.0.7") == [far.peer.worker]
+    assert registry.lives_of("decode-1", 11, HOST) == registry.lives_of("decode-0", 10, HOST) == []
+
+
+def test_who_joins_hears_which_of_its_peers_are_proven_gone() -> None:
+    registry = Registry(3.0)
+    unproven = register("prefill-1", Role.PREFILL)
+    stranger = register("prefill-2", Role.PREFILL, fingerprint=OTHER_FINGERPRINT)
+    joined(registry, P, unproven, stranger)
+    for one in (P, stranger):
+        registry.lose(one.peer.worker, proven=True)
+    registry.lose(unproven.peer.worker, proven=False)
+    answer = registry.join(D, 0.0)
+    assert isinstance(answer, Joined)
+    assert answer.commands == (Send(D.peer.worker, PeerGone(P.peer.worker, True)),)
+    assert registry.lose(unproven.peer.worker, proven=True) == [
+        Send(D.peer.worker, PeerGone(unproven.peer.worker, True))
+    ]
+
+
+def test_proven_ends_are_forgotten_before_those_that_need_a_proof() -> None:
+    registry = Registry(3.0)
+    joined(registry, P)
+    registry.lose(P.peer.worker, proven=False)
+    for number in range(200):
+        other = register(f"decode-{number}", Role.DECODE)
+        joined(registry, other)
+        registry.lose(other.peer.worker, proven=True)
+    assert registry.lives_of("prefill-0", 10, HOST) == [P.peer.worker]

@@ -110,3 +110,26 @@ def test_a_group_keeps_requests_inside() -> None:
     assert decode_name(cluster(P0, D0), OTHER_FINGERPRINT) is None
     assert decode_name(snapshot, FINGERPRINT) == "decode-0"
     assert prefill_name(snapshot) == "prefill-0"
+
+
+def test_blocks_in_quarantine_are_no_room() -> None:
+    registry = Registry(3.0)
+    for one in (P0, D0):
+        registry.join(one, 0.0)
+    registry.pair_ready(P0.peer.worker, PairReady(D0.peer.worker, "tcp", 1.0))
+    registry.heartbeat(D0.peer.worker, heartbeat(quarantined=63), 0.0)
+    assert decode_name(registry.snapshot(0.0, {}), prompt=13) == "decode-0"  # 13 + 4 - 1 = 16: 1 block
+    assert decode_name(registry.snapshot(0.0, {}), prompt=14) is None
+    registry.heartbeat(P0.peer.worker, heartbeat(quarantined=63), 0.0)
+    assert prefill_name(registry.snapshot(0.0, {}), prompt=16) == "prefill-0"
+    assert prefill_name(registry.snapshot(0.0, {}), prompt=17) is None
+
+
+def test_a_snapshot_takes_up_what_was_given_since() -> None:
+    rows = {D0.peer.worker: assigned("a", awaits=True)}
+    given = cluster(P0, D0, table={D0.peer.worker: (assigned("b"),)}).with_request(rows)
+    assert given == cluster(P0, D0, table={D0.peer.worker: (assigned("b"), rows[D0.peer.worker])})
+    rows = {D0.peer.worker: assigned("a"), P0.peer.worker: assigned("a")}
+    assert given.with_request(rows) == cluster(
+        P0, D0, table={D0.peer.worker: (assigned("b"), assigned("a")), P0.peer.worker: (assigned("a"),)}
+    )

@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from loopline.client import AsyncClient
+from loopline.errors import RequestRefused
 from loopline.identity import Cause
-from loopline.messages import Cancel, PeerGone, Rejected, Reserve
+from loopline.messages import Cancel, PeerGone, Reserve
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2
 from loopline.wire.channel import open_channel
 from tests.unit.coordinator.builders import heartbeat
@@ -141,7 +144,15 @@ def test_serving_needs_a_token_through_a_pair() -> None:
         (message(sampling={"stop_token_ids": [999]}), "stop_token_ids"),
         (message(sampling={"logit_bias": {400: 1.0}}), "logit_bias"),
         (message(deadline_s=0.0), "deadline_s is 0.0"),
-        (message(deadline_s=float("inf")), "deadline_s is inf"),
+        (message(deadline_s=float("inf")), "deadline_s is inf; allowed: above 0, at most 86400"),
+        (message(deadline_s=float("nan")), "deadline_s is nan"),
+        (message(deadline_s=86_400.5), "deadline_s is 86400.5"),
+        (message(text=b"x" * 700_000), "the prompt has 700000 bytes; the model's context of 2048 tokens holds at most"),
+        (
+            loopline_pb2.GenerateRequest(token_ids=loopline_pb2.TokenIds(ids=[1] * 2049)),
+            "prompt has 2049 token ids; the model's context is 2048",
+        ),
+        (message(delivered_token_ids=[97] * 3000), "delivered_token_ids has 3000 token ids"),
         (message(delivered_token_ids=[321]), "delivered_token_ids[0] is token id 321"),
         (message(max_tokens=2, delivered_token_ids=[97, 98]), "2 tokens were already delivered"),
         (message(delivered_token_ids=[97, 98], sampling={"stop": [b"b"]}), "a stop string in their text already"),
@@ -272,19 +283,15 @@ def test_a_reaped_process_is_told_as_proof() -> None:
         prefill, decode = await cluster.pair()
         stub: Any = cluster_pb2_grpc.ClusterStub
         async with open_channel(cluster.address) as channel:
-            await stub(channel).ReportExit(cluster_pb2.WorkerExit(pid=decode.register.pid, exit_status=-9))
+            exit_of = partial(
+                cluster_pb2.WorkerExit, pid=decode.register.pid, exit_status=-9, name="decode-0", host="127.0.0.1"
+            )
+            for other in ({"name": "decode-7"}, {"pid": 1}, {"host": "10.0.0.7"}):  # another host's, or another's
+                await stub(channel).ReportExit(exit_of(**other))
+            assert cluster.dispatcher.serving
+            await stub(channel).ReportExit(exit_of())
         await until(lambda: any(gone.proven for gone in prefill.heard_of(PeerGone)), "proof")
         assert not cluster.dispatcher.serving
-
-    run(script)
-
-
-def test_a_name_in_use_is_rejected() -> None:
-    async def script(cluster: ScriptedCluster) -> None:
-        await cluster.pair()
-        twin = cluster.attach("decode-0", epoch=1)
-        await until(lambda: bool(twin.heard_of(Rejected)), "Rejected")
-        assert "has joined before" in twin.heard_of(Rejected)[0].reason
 
     run(script)
 
@@ -323,6 +330,9 @@ def test_a_drain_lets_requests_finish_and_ends_the_rest() -> None:
         await until(lambda: not cluster.dispatcher.serving, "draining")
         code, details = await Answer(cluster, message()).status()
         assert code is grpc.StatusCode.UNAVAILABLE and "shutting down" in details
+        with pytest.raises(RequestRefused, match="shutting down") as caught:  # the client is answered, so no more
+            await AsyncClient(cluster.address).complete("hello")
+        assert type(caught.value) is RequestRefused
         decode.go_on.set()
         assert len((await answer.whole()).ids) == 4
         await drained

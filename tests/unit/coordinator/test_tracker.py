@@ -83,7 +83,7 @@ def test_the_way_of_a_request_without_trouble() -> None:
     outcome = the_end(effects).outcome
     assert (outcome.ending, outcome.reason, outcome.stats) == (Ending.FINISHED, FinishReason.LENGTH, STATS)
     assert (outcome.usage.completion_tokens, outcome.timing.total_s) == (2, 1.0)
-    assert (outcome.route.prefill, outcome.route.decode, outcome.route.extra) == ("prefill-0", "decode-0", ())
+    assert (outcome.route.prefill, outcome.route.decode, outcome.route.earlier) == ("prefill-0", "decode-0", ())
     assert not cancels(effects) and "r1" not in tracker
     assert tracker.ignored == {Cause.DUPLICATE: 1}
 
@@ -195,7 +195,7 @@ def test_a_lost_decode_worker_restarts_with_the_delivered_tokens() -> None:
     effects = tracker.on_prefilled(P.worker, prefilled(row("r1", 7, 52, attempt=2), 2))
     assert effects == [Deliver("r1", row("r1", 7, 52, attempt=2))]
     end = the_end(tracker.on_step_tokens(D2.worker, step(row("r1", 8, 53, attempt=2, finish=FinishReason.LENGTH))))
-    assert end.outcome.route.extra == ("decode-0",)
+    assert end.outcome.route.earlier == ("decode-0",)
     assert end.outcome.usage.completion_tokens == 4
 
 
@@ -212,7 +212,7 @@ def test_attempts_without_a_new_token_are_bounded() -> None:
         tracker.reserve("r1", D)
         effects = tracker.on_reserved(D.worker, reserved("r1", generation, Cause.INTERNAL))
     outcome = the_end(effects).outcome
-    assert outcome.ending is Ending.UNAVAILABLE
+    assert outcome.ending is Ending.GIVEN_UP
     assert "3 attempts" in outcome.detail and "0 tokens were delivered" in outcome.detail
 
 

@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 from kvtransfer.manifest import (
     PairedRun,
     coalesce,
-    collapse_blocks,
-    expand_runs,
     null_descriptors,
     paired_descriptors,
-    slice_runs,
 )
 from loopline.errors import TransferError
-from loopline.identity import BlockRun, RegionManifest
+from loopline.identity import RegionManifest
 
 SOURCE = RegionManifest(4096, 100, 1 << 20, "DRAM", 0, 100)
 TARGET = RegionManifest(1 << 40, 5000, 1 << 20, "VRAM", 3, 5000)
@@ -46,25 +43,6 @@ def test_runs_hold_the_same_blocks_in_order_and_none_could_be_merged(source: lis
     assert pairs == list(zip(source, target, strict=True))
     for left, right in pairwise(runs):
         assert (left.source_start + left.num_blocks, left.target_start + left.num_blocks) != right[:2]
-
-
-@given(block_ids=blocks)
-def test_collapse_and_expand_are_inverse(block_ids: list[int]) -> None:
-    assert expand_runs(collapse_blocks(block_ids)) == tuple(block_ids)
-
-
-@given(block_ids=blocks, data=st.data())
-def test_a_slice_is_the_slice_of_the_blocks(block_ids: list[int], data: st.DataObject) -> None:
-    skip = data.draw(st.integers(0, len(block_ids)))
-    count = data.draw(st.integers(0, len(block_ids) - skip))
-    part = slice_runs(collapse_blocks(block_ids), skip, count)
-    assert expand_runs(part) == tuple(block_ids[skip : skip + count])
-
-
-@pytest.mark.parametrize(("skip", "count"), [(0, 5), (4, 1), (-1, 1), (1, -1)])
-def test_a_slice_past_the_end_is_a_fault(skip: int, count: int) -> None:
-    with pytest.raises(ValueError):
-        slice_runs((BlockRun(3, 4),), skip, count)
 
 
 def test_one_descriptor_a_run_with_64_bit_addresses() -> None:

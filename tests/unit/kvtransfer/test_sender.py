@@ -28,7 +28,7 @@ from kvtransfer.local_agent import LocalAgent, LocalHub
 from kvtransfer.manifest import null_descriptors
 from kvtransfer.receiver import QUIET_ROUNDS, QUIET_S, Receiver
 from kvtransfer.region import ArenaSpan, RegisteredRegion
-from kvtransfer.sender import Sender
+from kvtransfer.sender import MAX_WAITERS, Sender
 from loopline.errors import InvariantBroken
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import CloseState, PushNotice, PushRange
@@ -301,3 +301,15 @@ def test_a_span_that_is_no_arena_is_a_bug(change: dict[str, int]) -> None:
     span = {"base_address": 64, "block_bytes": 64, "num_blocks": 4, "null_block": 4, "memory_kind": "DRAM"}
     with pytest.raises(InvariantBroken):
         ArenaSpan(**{**span, **change})
+
+
+def test_askers_of_a_close_that_hangs_do_not_pile_up() -> None:
+    bench = Bench()
+    bench.open(1)
+    handle = bench.push(0)
+    for number in range(100):
+        bench.sender.close(Close(KEY, f"asker {number}"))
+    bench.break_handle(handle)
+    bench.sender.poll()
+    (report,) = [event for event in bench.take() if isinstance(event, CloseReport)]
+    assert report.waiters == tuple(f"asker {number}" for number in range(100 - MAX_WAITERS, 100))

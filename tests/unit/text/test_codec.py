@@ -32,7 +32,7 @@ def _folder(tmp_path: Path, template: Any = None, own_file: str | None = None, *
 
 
 def _rendered(folder: Path, *messages: tuple[str, str]) -> str:
-    return bytes(_codec(folder).encode_chat(messages or [("user", "hi")])).decode()
+    return _codec(folder).render_chat(messages or [("user", "hi")])
 
 
 def test_text_is_encoded_without_additions() -> None:
@@ -67,16 +67,16 @@ def test_another_kind_of_decoder_is_refused(tmp_path: Path) -> None:
 def test_chat_ends_where_the_answer_starts() -> None:
     expected = [IM_START, *b"user\nhi", IM_END, *b"\n", IM_START, *b"assistant\n"]
     assert _codec().has_chat_template
-    assert _codec().encode_chat([("user", "hi")]) == expected
+    assert _codec().encode(_codec().render_chat([("user", "hi")])) == expected
 
 
 def test_no_template_and_no_messages_are_refused(tmp_path: Path) -> None:
     codec = _codec(_folder(tmp_path))
     assert not codec.has_chat_template
     with pytest.raises(InvalidRequest, match="no chat template"):
-        codec.encode_chat([("user", "hi")])
+        codec.render_chat([("user", "hi")])
     with pytest.raises(InvalidRequest, match="messages is empty"):
-        _codec().encode_chat([])
+        _codec().render_chat([])
 
 
 def test_the_default_of_named_templates_is_used(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_special_tokens_blocks_filters_and_loop_controls(tmp_path: Path) -> None
 def test_what_a_template_does_wrong_concerns_the_request(tmp_path: Path, template: str, words: str) -> None:
     codec = _codec(_folder(tmp_path, template))
     with pytest.raises(InvalidRequest, match=words):
-        codec.encode_chat([("user", "hi")])
+        codec.render_chat([("user", "hi")])
 
 
 @pytest.mark.parametrize("template", ["{% if %}", 5, ["x"]])
@@ -137,3 +137,9 @@ def test_a_broken_configuration_is_named(tmp_path: Path) -> None:
 def test_text_loads_without_torch() -> None:
     code = f"import sys, loopline.text; loopline.text.load_text({str(TINY)!r}); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("text", ["", "a", "é" * 50, "<|im_start|>" * 20, "def f():\n    return 1\n"])
+def test_no_text_is_longer_than_its_tokens_can_be(text: str) -> None:
+    codec = _codec()
+    assert len(text.encode()) <= codec.max_text_bytes(len(codec.encode(text)))

@@ -331,10 +331,12 @@ class Welcome(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class Rejected(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "retry")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRY_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    retry: bool
+    def __init__(self, reason: _Optional[str] = ..., retry: _Optional[bool] = ...) -> None: ...
 
 class Pair(_message.Message):
     __slots__ = ("decode",)
@@ -423,12 +425,16 @@ class CoordinatorMessage(_message.Message):
     def __init__(self, coordinator_epoch: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pair: _Optional[_Union[Pair, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., bind: _Optional[_Union[Bind, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class WorkerExit(_message.Message):
-    __slots__ = ("pid", "exit_status")
+    __slots__ = ("pid", "exit_status", "name", "host")
     PID_FIELD_NUMBER: _ClassVar[int]
     EXIT_STATUS_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     pid: int
     exit_status: int
-    def __init__(self, pid: _Optional[int] = ..., exit_status: _Optional[int] = ...) -> None: ...
+    name: str
+    host: str
+    def __init__(self, pid: _Optional[int] = ..., exit_status: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
 
 class WorkerExitAnswer(_message.Message):
     __slots__ = ()

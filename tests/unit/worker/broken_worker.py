@@ -1,0 +1,61 @@
+"""`python -m tests.unit.worker.broken_worker hang|fail LIFE_FD`: a worker process without a coordinator whose engine
+thread hangs or fails as soon as it runs. It says so on standard output first."""
+
+import sys
+import threading
+
+from loopline.process import configure_logging, leave
+from loopline.sched.plan import StepOutcome
+from loopline.settings import EngineSettings, WorkerSettings
+from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
+from loopline.worker.runtime import RoleParts, WorkerContext, run_worker
+from prefill_worker.policy import PrefillPolicy
+from tests.support.golden import GOLDEN
+
+
+class BrokenCore:
+    """A core whose first tick never returns, or that cannot count its handoffs after it."""
+
+    is_draining = False
+
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+        self._has_ticked = False
+
+    def handle(self, event: object) -> None:
+        pass
+
+    def stepped(self, outcome: StepOutcome) -> None:
+        pass
+
+    def tick(self) -> None:
+        self._has_ticked = True
+        sys.stdout.write("ticking\n")
+        sys.stdout.flush()
+        if self._mode == "hang":
+            threading.Event().wait()
+
+    def handoffs(self) -> tuple[tuple[str, int], ...]:
+        if self._has_ticked:
+            raise RuntimeError("broken by the test")
+        return ()
+
+    def ignored(self) -> tuple[tuple[str, int], ...]:
+        return ()
+
+
+def main(mode: str, life_fd: int) -> int:
+    configure_logging("broken")
+    engine = EngineSettings(model_path=str(GOLDEN / "ouro_fp32"), block_size=4, num_blocks=8)
+    settings = WorkerSettings(
+        name="broken", role="prefill", coordinator="127.0.0.1:1", engine=engine, connect_timeout_s=600.0
+    )
+
+    def build_role(context: WorkerContext) -> RoleParts:
+        return RoleParts(BrokenCore(mode), cluster_pb2_grpc.PeeringServicer(), lambda message: False)
+
+    return run_worker(settings, PrefillPolicy(), build_role, life_fd)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1], int(sys.argv[2])))

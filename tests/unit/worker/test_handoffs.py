@@ -1,0 +1,202 @@
+"""Both roles' cores where a handoff goes wrong: commits that are lost, refused or wrong, writers that do not answer,
+grants that do not fit. Real engines and copies, one thread, every message delivered by the test."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from decode_worker.handoff_in import ASK_AGAIN_S
+from kvtransfer.commands import Close, Quiesce, Quiesced
+from loopline.engine.engine import Engine
+from loopline.identity import BlockRun, Cause, HandoffKey
+from loopline.messages import (
+    Bind,
+    Cancel,
+    Commit,
+    CommitAnswer,
+    Granted,
+    PeerGone,
+    Prefilled,
+    RequestFailed,
+    Reserve,
+    StartPrefill,
+    StepTokens,
+)
+from loopline.request import FinishReason, Request, SamplingParams
+from loopline.worker.events import BeginDrain, CommitAnswered, CommitReceived, CommitUndelivered
+from tests.support.pair import Pair, make_engines
+from tests.unit.worker.clocks import OwnClock
+
+KEY = HandoffKey("r", 1)
+NAMES = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def engines() -> tuple[Engine, Engine]:
+    return make_engines()
+
+
+@pytest.fixture
+def pair(engines: tuple[Engine, Engine]) -> Iterator[Pair]:
+    """A pair; after the test every block of both is free, once what was left was cancelled."""
+    made = Pair(*engines, name=f"unit{next(NAMES)}", clock=OwnClock())
+    yield made
+    for core in (made.decode, made.prefill):
+        core.handle(Cancel(KEY, Cause.CANCELLED))
+    made.settle()
+    made.audit()
+    for engine in engines:
+        assert engine.ledger.counts().free == engine.ledger.total_blocks
+    assert made.prefill.handoffs() == made.decode.handoffs() == ()
+    made.close()
+
+
+def request() -> Request:
+    return Request(request_id="r", prompt_ids=tuple(range(9)), params=SamplingParams(max_tokens=3, loops=4))
+
+
+def grant(pair: Pair) -> Granted:
+    pair.decode.handle(Reserve(KEY, request(), 60.0))
+    pair.decode.handle(Bind(KEY, pair.prefill_peer))
+    granted = pair.channels.from_decode.pop()
+    assert isinstance(granted, Granted) and granted.cause is None
+    return granted
+
+
+def prefill(pair: Pair) -> Commit:
+    """Everything up to the commit, which is on its way; all pushes have landed and the handoff has drained."""
+    granted = grant(pair)
+    pair.prefill.handle(StartPrefill(KEY, request(), pair.decode_peer, granted.first_block, granted.runs, 60.0))
+    while pair.step_prefill():
+        pass
+    while pair.carry_out_command() or pair.poll_receiver() or pair.poll_sender():
+        pass
+    while pair.deliver_prefill_events() or pair.deliver_decode_events():
+        pass
+    assert isinstance(pair.channels.from_prefill.pop(), Prefilled)
+    (commit,) = pair.channels.commits
+    return commit
+
+
+def failure(pair: Pair) -> RequestFailed:
+    (failed,) = pair.channels.from_prefill
+    assert isinstance(failed, RequestFailed) and failed.key == KEY
+    return failed
+
+
+def test_an_undelivered_commit_fails_the_request_although_the_handoff_drained(pair: Pair) -> None:
+    prefill(pair)
+    assert pair.prefill.handoffs() == (("committed", 1),)  # a drain waits for the answer
+    pair.lose_commit()
+    assert failure(pair).cause is Cause.PEER_LOST
+    assert pair.prefill.handoffs() == ()
+
+
+@pytest.mark.parametrize("cause", [Cause.INCOMPLETE, Cause.WRONG_WRITER, Cause.INVALID, Cause.UNKNOWN])
+def test_a_refused_commit_fails_the_request(pair: Pair, cause: Cause) -> None:
+    prefill(pair)
+    pair.prefill.handle(CommitAnswered(KEY, cause, "decode-0"))
+    failed = failure(pair)
+    assert failed.cause is Cause.TRANSFER_FAILED
+    assert failed.detail == f"decode-0 did not take the commit: {cause}"
+
+
+@pytest.mark.parametrize("cause", [None, Cause.DUPLICATE, Cause.TOMBSTONED, Cause.STALE])
+def test_a_taken_or_outdated_commit_fails_nothing(pair: Pair, cause: Cause | None) -> None:
+    prefill(pair)
+    pair.prefill.handle(CommitAnswered(KEY, cause, "decode-0"))
+    assert not pair.channels.from_prefill
+    assert pair.prefill.handoffs() == ()
+
+
+def test_an_undelivered_commit_ends_what_is_still_in_flight(pair: Pair) -> None:
+    granted = grant(pair)
+    pair.prefill.handle(StartPrefill(KEY, request(), pair.decode_peer, 0, granted.runs, 60.0))
+    assert pair.prefill.handoffs() == (("open", 1),)
+    while pair.step_prefill():
+        pass
+    assert pair.prefill.handoffs() == (("committed", 1),)
+    pair.channels.from_prefill.clear()
+    pair.prefill.handle(CommitUndelivered(KEY, "gone"))
+    assert failure(pair).cause is Cause.PEER_LOST
+    assert pair.prefill.handoffs() == (("closing", 1),)
+
+
+def test_a_grant_that_does_not_fit_is_a_bug_of_ours(pair: Pair) -> None:
+    pair.prefill.handle(StartPrefill(KEY, request(), pair.decode_peer, 0, (BlockRun(0, 1),), 60.0))
+    assert failure(pair).cause is Cause.INTERNAL  # INVALID would blame the client and end the request for good
+
+
+@pytest.mark.parametrize(
+    "fault", ["finish", "no token", "request id", "attempt", "token's attempt", "position", "depth"]
+)
+def test_a_wrong_commit_is_invalid_and_changes_nothing(pair: Pair, fault: str) -> None:
+    good = prefill(pair)
+    token = good.token
+    wrong = {
+        "finish": replace(good, token=replace(token, finish=FinishReason.STOP)),
+        "no token": replace(good, token=replace(token, token_id=None)),
+        "request id": replace(good, token=replace(token, request_id="other")),
+        "attempt": replace(good, attempt=good.attempt + 1),
+        "token's attempt": replace(good, token=replace(token, attempt=token.attempt + 1)),
+        "position": replace(good, token=replace(token, position=token.position + 1)),
+        "depth": replace(good, token=replace(token, depth=token.depth + 1)),
+    }[fault]
+    answers: list[CommitAnswer] = []
+    before = pair.decode_engine.ledger.counts()
+    pair.decode.handle(CommitReceived(wrong, answers.append))
+    assert answers == [CommitAnswer(Cause.INVALID)]
+    assert pair.decode_engine.ledger.counts() == before
+    assert pair.decode.handoffs() == (("bound", 1),)
+    assert dict(pair.decode.ignored())["invalid"] == 1
+    assert pair.deliver_commit() == [CommitAnswer()]  # the right one is still taken
+    pair.settle()
+    rows = [row for message in pair.channels.from_decode if isinstance(message, StepTokens) for row in message.rows]
+    assert len(rows) == 3 and rows[-1].finish is FinishReason.LENGTH
+
+
+def test_writers_are_asked_again_until_they_have_closed(pair: Pair) -> None:
+    clock = pair.clock
+    assert isinstance(clock, OwnClock)
+    grant(pair)
+    pair.decode.handle(Cancel(KEY, Cause.CANCELLED))
+    pair.decode.tick()
+    pair.channels.closes.clear()
+    pair.decode.tick()
+    assert pair.channels.closes == []  # not with every tick
+    for _ in range(3):
+        clock.time_s += ASK_AGAIN_S
+        pair.decode.tick()
+    assert pair.channels.closes == [KEY] * 3
+    pair.settle()
+    pair.channels.closes.clear()
+    clock.time_s += ASK_AGAIN_S
+    pair.decode.tick()
+    assert pair.channels.closes == []
+
+
+def test_a_gone_writer_is_not_asked_but_polled_to_quiescence(pair: Pair) -> None:
+    clock = pair.clock
+    assert isinstance(clock, OwnClock)
+    grant(pair)
+    pair.decode.handle(PeerGone(pair.prefill_peer.worker, proven=True))
+    assert pair.channels.decode_commands == [Quiesce(pair.prefill_peer.worker)]
+    pair.channels.closes.clear()
+    clock.time_s += ASK_AGAIN_S
+    pair.decode.tick()
+    assert pair.channels.closes == []
+    assert pair.decode_engine.ledger.counts().quarantined
+    pair.decode.handle(Quiesced(pair.prefill_peer.worker))
+    assert not pair.decode_engine.ledger.counts().quarantined
+
+
+def test_draining_takes_nothing_new(pair: Pair) -> None:
+    for core in (pair.prefill, pair.decode):
+        assert not core.is_draining
+        core.handle(BeginDrain())
+        assert core.is_draining
+    pair.prefill.handle(StartPrefill(KEY, request(), pair.decode_peer, 0, (BlockRun(0, 3),), 60.0))
+    assert failure(pair).cause is Cause.DRAINING
+    assert not any(isinstance(command, Close) for command in pair.channels.commands)

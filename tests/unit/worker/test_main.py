@@ -1,0 +1,27 @@
+"""The command line of a worker."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from loopline.worker.main import parse_worker_arguments
+from tests.support.golden import MODELS
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"model: {{path: {MODELS / 'tiny-ouro'}}}\n", encoding="utf-8")
+    return str(path)
+
+
+def test_a_name_that_no_launched_worker_has(config: str) -> None:
+    parsed = parse_worker_arguments("decode", ["--config", config, "--coordinator", "node:1"])
+    assert parsed.settings.name == f"decode-{socket.gethostname()}-{os.getpid()}"
+
+
+def test_a_given_name_is_kept(config: str) -> None:
+    parsed = parse_worker_arguments("decode", ["--config", config, "--coordinator", "node:1", "--name", "mine"])
+    assert (parsed.settings.name, parsed.settings.coordinator) == ("mine", "node:1")
