@@ -11,6 +11,7 @@ class DecodePolicy:
     """A reservation covers the worst case, so an activated request can always finish."""
 
     holds_after_first_token: bool = False
+    shares_prefixes: bool = False  # the handoff brings whole prompts
 
-    def demand(self, request: Request) -> Demand:
-        return Demand(tokens_now=request.num_known_tokens, tokens_max=request.max_kv_tokens)
+    def demand(self, request: Request, num_known_tokens: int) -> Demand:
+        return Demand(tokens_now=num_known_tokens, tokens_max=request.max_kv_tokens)

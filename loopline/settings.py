@@ -16,6 +16,16 @@ class SchedulerSettings:
     """Most prompt tokens of one request in one step; a multiple of the block size."""
     max_token_loops: int = 8192
     """Most token-loops (tokens x depth) in one step; one decode row per running request always fits."""
+    growth_share: float = 1.0
+    """Share of a request's possible growth that is promised when it is let in. 1: whatever runs can finish. Below 1:
+    more requests run at once, and the youngest are preempted and computed again when blocks run out."""
+    max_passes: int = 8
+    """How many younger requests may be let in before a first in line that does not fit."""
+    prefill_tokens_per_loop: int | None = None
+    """Prompt tokens that each loop may carry in a step that also decodes; None: bounded by the budget alone, or by
+    `decode_step_bound_s`."""
+    decode_step_bound_s: float | None = None
+    """Seconds that a step with decode rows may take; the share of prompt tokens is derived from measured step cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +44,8 @@ class EngineSettings:
     """Blocks in the arena; None: as many as fit `memory_fraction` of free memory, up to `max_arena_bytes`."""
     memory_fraction: float = 0.8
     max_arena_bytes: int | None = None
+    prefix_cache: str = "auto"
+    """on, off, or auto: on where the model's KV depends on tokens alone (Ouro)."""
     deterministic: bool = True
     """CPU: pad rows to tiles and use one torch thread, so that a row's result does not depend on its batch."""
     num_threads: int = 1

@@ -13,6 +13,7 @@ class PrefillPolicy:
     """The blocks are kept after the first token, until the handoff has drained or was closed."""
 
     holds_after_first_token: bool = True
+    shares_prefixes: bool = True
 
-    def demand(self, request: Request) -> Demand:
-        return Demand(tokens_now=request.num_known_tokens, tokens_max=request.num_known_tokens)
+    def demand(self, request: Request, num_known_tokens: int) -> Demand:
+        return Demand(tokens_now=num_known_tokens, tokens_max=num_known_tokens)

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from loopline import PROTOCOL_VERSION
+from loopline.clock import MonotonicClock
 from loopline.engine.capacity import blocks_for_arena
 from loopline.engine.runner import Runner, StateSource
+from loopline.errors import ConfigError
 from loopline.identity import Capacity, Fingerprint
 from loopline.kv.arena import Arena, allocate_arena
 from loopline.kv.layout import KVLayout
@@ -40,6 +42,7 @@ class Engine:
         if settings.device == "cpu":
             torch.set_num_threads(1 if settings.deterministic else settings.num_threads)
         self.settings = settings
+        self._clock = MonotonicClock()
         self.model: LoopedModel = load_model(
             settings.model_path, settings.device, settings.dtype, deterministic=settings.deterministic
         )
@@ -47,8 +50,8 @@ class Engine:
         num_blocks = blocks_for_arena(settings, self.layout, self.model.spec.context_tokens)
         self.arena: Arena = allocate_arena(self.layout, num_blocks, settings.device)
         self.ledger = Ledger(num_blocks, settings.block_size)
-        self.scheduler = Scheduler(self.ledger, settings.scheduler, policy)
-        self._runner = Runner(self.model, self.arena, self.ledger.block_ids, settings.device, states)
+        self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, self._prefix_parts())
+        self._runner = Runner(self.model, self.arena, self.ledger, settings.device, states)
         logger.info("engine ready: %s, %d blocks of %d bytes", settings.model_path, num_blocks, self.layout.block_bytes)
 
     @property
@@ -96,12 +99,27 @@ class Engine:
         plan = self.scheduler.plan()
         if plan is None:
             return None
+        began_s = self._clock.now_s()
         try:
             result = self._runner.run(plan)
         except Exception as error:  # whatever it is, it is these requests' failure and not the engine's
-            logger.exception("step %d failed; giving up its %d requests", plan.step, len(plan.runs))
+            logger.exception("step %d failed; giving up its %d requests", plan.step, len(plan.request_ids))
             return self.scheduler.abandon(plan, f"step {plan.step} failed: {error!r}")
+        prompt_loops = sum(run.num_tokens * run.params.loops for run in plan.runs)
+        self.scheduler.meter.observe(plan.num_decode_rows > 0, prompt_loops, self._clock.now_s() - began_s)
         return self.scheduler.commit(plan, result)
+
+    def _prefix_parts(self) -> tuple[str, ...] | None:
+        """What makes KV equal besides tokens and depth; None: prefixes are not shared."""
+        choice = self.settings.prefix_cache
+        if choice == "off" or (choice == "auto" and self.model.uses_initial_state):
+            return None
+        if self.model.uses_initial_state:
+            raise ConfigError(
+                "prefix_cache is on, and Huginn's initial state is keyed by each request's seed: equal prefixes have "
+                "different KV; allowed: off, auto"
+            )
+        return tuple(f"{name}={value}" for name, value in self.fingerprint().fields)
 
 
 def engine_layout(spec: ModelSpec, settings: EngineSettings, dtype: str) -> KVLayout:

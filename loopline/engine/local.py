@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from loopline.engine.engine import Engine
 from loopline.engine.runner import StateSource
 from loopline.errors import InvariantBroken, RequestRefused
+from loopline.kv.arena import Arena
 from loopline.messages import TokenRow
 from loopline.model import initial_state
 from loopline.model_spec import ModelSpec
@@ -29,11 +30,14 @@ class LocalEngine:
         return self._engine.model.spec
 
     def generate(self, request: Request) -> Iterator[TokenRow]:
-        """Rows of one request as they are made. Closing the iterator cancels. Raises RequestError for a bad request."""
+        """Rows of one request as they are made; others that were submitted go on beside it. Closing the iterator
+        cancels. Raises RequestError for a bad request."""
         self._submit(request)
         try:
             while True:
                 for row in self._step():
+                    if row.request_id != request.request_id:
+                        continue
                     yield row
                     if row.finish is not None:
                         return
@@ -41,14 +45,32 @@ class LocalEngine:
             self._cancel(request.request_id)
 
     def generate_all(self, requests: Sequence[Request]) -> dict[str, list[TokenRow]]:
-        """Run requests together to their ends; rows by request id."""
-        for request in requests:
-            self._submit(request)
+        """Run requests together to their ends; rows by request id. If one fails, none of them goes on."""
         rows: dict[str, list[TokenRow]] = {request.request_id: [] for request in requests}
-        while self._engine.scheduler.has_work:
-            for row in self._step():
-                rows[row.request_id].append(row)
+        try:
+            for request in requests:
+                self._submit(request)
+            while self._engine.scheduler.has_work:
+                for row in self._step():
+                    rows[row.request_id].append(row)
+        finally:
+            for request in requests:
+                self._cancel(request.request_id)
         return rows
+
+    @property
+    def arena(self) -> Arena:
+        """The KV arena, for those who look at its bytes."""
+        return self._engine.arena
+
+    @property
+    def num_preempted(self) -> int:
+        """Preemptions so far."""
+        return self._engine.scheduler.num_preempted
+
+    def find_cached(self, request: Request) -> list[int]:
+        """Ids of the cached blocks that this request would share if it came now."""
+        return self._engine.scheduler.find_cached(request)
 
     def audit(self) -> None:
         """Raise AuditFailed if the books do not add up."""

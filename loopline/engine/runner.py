@@ -4,7 +4,6 @@ The loop stands here, outside the model. Decides nothing: what to compute is the
 is the scheduler's commit.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -14,7 +13,7 @@ from kernels.ops import ROW_TILE
 from loopline.engine.batch import Batch, build_batch
 from loopline.engine.sampler import Sampler
 from loopline.kv.arena import Arena
-from loopline.kv.ledger import Allocation
+from loopline.kv.ledger import Ledger
 from loopline.model import LoopedModel
 from loopline.sched.plan import StepPlan, StepResult
 
@@ -53,14 +52,14 @@ class Runner:
         self,
         model: LoopedModel,
         arena: Arena,
-        block_ids: Callable[[Allocation], Sequence[int]],
+        ledger: Ledger,
         device: str,
         states: StateSource,
     ) -> None:
         self._model = model
         self._states = states
         self._arena = arena
-        self._block_ids = block_ids
+        self._ledger = ledger
         self._device = device
         self._sampler = Sampler(model.spec.vocab_size, device)
 
@@ -69,12 +68,9 @@ class Runner:
         """Compute every segment and choose the tokens. Blocks until the result is on the host."""
         logits = []
         for segment in plan.segments:
-            batch = build_batch(
-                segment, self._block_ids, self._arena.layout.block_size, self._arena.null_block, self._device
-            )
+            batch = build_batch(segment, self._ledger, self._arena.null_block, self._device)
             logits.append(self._forward(batch))
-        wanted = [run for run in plan.runs if run.sampling is not None]
-        return StepResult(plan.step, self._sampler.sample(torch.cat(logits), wanted))
+        return self._sampler.sample(torch.cat(logits), plan)
 
     def _forward(self, batch: Batch) -> Tensor:
         """Logits [S, V] float32 of the batch's sampled rows; KV of every row lands in the arena."""

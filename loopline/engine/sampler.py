@@ -2,123 +2,211 @@
 
 Order: logit bias, penalties, banned stop ids; then temperature, min-p, top-k, top-p (nucleus over what top-k left);
 then Gumbel-max with Philox words keyed by (request seed, position, token id). The same request, seed and logits give
-the same token in any batch. Ties go to the lowest id. Log probabilities are of the raw logits.
+the same token in any batch. Ties go to the lowest id. Log probabilities are of the raw logits. An all-greedy batch is
+one argmax.
+
+What depends on the requests' parameters alone is made into tensors once and kept while the same requests decode.
 
 Shape letters: S rows to choose from, V vocabulary, W vocabulary padded so that vector loops have no tail.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.philox import Purpose, random_words
+from loopline.engine.batch import signed_seed
+from loopline.kv.block_books import IntArray
 from loopline.request import SamplingParams, TokenLogprob, TokenLogprobs
-from loopline.sched.plan import RowRun, SampledToken, Sampling
+from loopline.sched.plan import NOT_FINITE, StepPlan, StepResult, TokenHistory
 
 _COLUMN_TILE = 64
 _NEVER = float("-inf")
+_LEAST_TEMPERATURE = 1e-6
+"""Below it float32 has no room for logits / temperature; such a temperature is greedy for every purpose."""
+
+
+@dataclass(frozen=True, eq=False)
+class SampleRows:
+    """What is asked of S rows, in the plan's order."""
+
+    params: tuple[SamplingParams, ...]
+    positions: IntArray  # [S] of the new token
+    num_generated: IntArray  # [S] tokens of the answer before it
+    histories: tuple[TokenHistory, ...] | None  # None: no row has penalties
 
 
 class Sampler:
-    """Stateless but for the vocabulary's size and the device."""
+    """Keeps the tensors of the last batch's parameters; nothing else lives from call to call."""
 
     def __init__(self, vocab_size: int, device: str) -> None:
         self._vocab_size = vocab_size
         self._device = device
+        self._known: _Parameters | None = None
 
-    def sample(self, logits: Tensor, runs: Sequence[RowRun]) -> tuple[SampledToken, ...]:
-        """Choose one token per row of `logits` [S, V] float32; row i belongs to runs[i], which has a Sampling."""
-        if not runs:
-            return ()
-        samplings = [_sampling(run) for run in runs]
-        params = [run.params for run in runs]
-        finite = torch.isfinite(logits).all(dim=1).tolist()
-        logprobs = self._logprobs(logits, params)
-        adjusted = self._adjust(logits, params, samplings)
-        if any(one.temperature > 0 for one in params):
-            adjusted = self._perturb(adjusted, params, samplings)
-        chosen = adjusted.argmax(dim=1).tolist()
-        return tuple(
-            SampledToken(
-                run.request_id,
-                token_id if is_finite else None,
-                logprobs[row].of(token_id) if is_finite and row in logprobs else None,
-            )
-            for row, (run, token_id, is_finite) in enumerate(zip(runs, chosen, finite, strict=True))
+    def sample(self, logits: Tensor, plan: StepPlan) -> StepResult:
+        """Choose a token for every row of `logits` [S, V] float32; the rows are those of `sample_rows(plan)`."""
+        rows = sample_rows(plan)
+        if not rows.params:
+            return StepResult(plan.step, ())
+        known = self._parameters(rows.params)
+        logprobs = self._logprobs(logits, rows.params) if known.wants_logprobs else {}
+        adjusted = self._adjust(logits, rows, known)
+        if known.any_random:
+            adjusted = self._perturb(adjusted, rows, known)
+        chosen = adjusted.argmax(dim=1)
+        finite = torch.isfinite(logits).all(dim=1)
+        token_ids: list[int] = torch.where(finite, chosen, NOT_FINITE).tolist()
+        return StepResult(
+            plan.step,
+            token_ids,
+            {row: one.of(token_ids[row]) for row, one in logprobs.items() if token_ids[row] != NOT_FINITE},
         )
+
+    def _parameters(self, params: tuple[SamplingParams, ...]) -> "_Parameters":
+        known = self._known
+        if (
+            known is None
+            or len(known.params) != len(params)
+            or any(mine is not theirs for mine, theirs in zip(known.params, params, strict=True))
+        ):
+            known = self._known = _Parameters.of(params, self._device)
+        return known
 
     def _logprobs(self, logits: Tensor, params: Sequence[SamplingParams]) -> dict[int, "_RowLogprobs"]:
         rows = [row for row, one in enumerate(params) if one.logprobs is not None]
-        if not rows:
-            return {}
         values = torch.log_softmax(logits[rows], dim=1)
         return {row: _RowLogprobs(values[i], params[row].logprobs or 0) for i, row in enumerate(rows)}
 
-    def _adjust(self, logits: Tensor, params: Sequence[SamplingParams], samplings: Sequence[Sampling]) -> Tensor:
+    def _adjust(self, logits: Tensor, rows: SampleRows, known: "_Parameters") -> Tensor:
         """Bias, penalties and banned stop ids: a new [S, V], or `logits` itself where nothing asks for a change."""
-        bias = [(row, token, value) for row, one in enumerate(params) for token, value in one.logit_bias.items()]
-        banned = [
-            (row, token)
-            for row, (one, sampling) in enumerate(zip(params, samplings, strict=True))
-            if sampling.num_generated < one.min_tokens
-            for token in one.stop_ids
-        ]
-        if any(sampling.history.prompt_ids for sampling in samplings):
-            logits = self._penalise(logits, params, samplings)
-        if bias:
-            rows, tokens, values = zip(*bias, strict=True)
-            index = (self._ids(rows), self._ids(tokens))
-            logits = logits.index_put(index, self._floats(values), accumulate=True)
-        if banned:
-            rows, tokens = zip(*banned, strict=True)
-            never = torch.tensor(_NEVER, device=self._device)
-            logits = logits.index_put((self._ids(rows), self._ids(tokens)), never)
+        if rows.histories is not None:
+            logits = self._penalise(logits, rows.histories, known)
+        if known.bias is not None:
+            index, values = known.bias
+            logits = logits.index_put(index, values, accumulate=True)
+        if known.stops is not None:
+            banned = rows.num_generated[known.stops[0]] < known.min_tokens[known.stops[0]]
+            if banned.any():
+                where = tuple(torch.from_numpy(column[banned]).to(self._device) for column in known.stops)
+                logits = logits.index_put(where, torch.tensor(_NEVER, device=self._device))
         return logits
 
-    def _penalise(self, logits: Tensor, params: Sequence[SamplingParams], samplings: Sequence[Sampling]) -> Tensor:
-        answer = self._counts([sampling.history.generated_ids for sampling in samplings])  # [S, V]
-        prompt = self._counts([sampling.history.prompt_ids for sampling in samplings])
-        repetition = self._column([one.repetition_penalty for one in params])
-        presence = self._column([one.presence_penalty for one in params])
-        frequency = self._column([one.frequency_penalty for one in params])
+    def _penalise(self, logits: Tensor, histories: Sequence[TokenHistory], known: "_Parameters") -> Tensor:
+        answer = self._counts([history.generated_ids for history in histories])  # [S, V]
+        prompt = self._counts([history.prompt_ids for history in histories])
         seen = (answer + prompt) > 0
-        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        scaled = torch.where(logits > 0, logits / known.repetition, logits * known.repetition)
         logits = torch.where(seen, scaled, logits)
-        return logits - frequency * answer - presence * (answer > 0)
+        return logits - known.frequency * answer - known.presence * (answer > 0)
 
     def _counts(self, histories: Sequence[Sequence[int]]) -> Tensor:
         counts = torch.zeros((len(histories), self._vocab_size), device=self._device)
-        rows = [row for row, history in enumerate(histories) for _ in history]
-        tokens = [token for history in histories for token in history]
-        ones = torch.ones(len(tokens), device=self._device)
-        return counts.index_put((self._ids(rows), self._ids(tokens)), ones, accumulate=True)
+        rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
+        tokens = np.array([token for history in histories for token in history], np.int64)
+        index = (torch.from_numpy(rows).to(self._device), torch.from_numpy(tokens).to(self._device))
+        return counts.index_put(index, torch.ones(len(tokens), device=self._device), accumulate=True)
 
-    def _perturb(self, logits: Tensor, params: Sequence[SamplingParams], samplings: Sequence[Sampling]) -> Tensor:
+    def _perturb(self, logits: Tensor, rows: SampleRows, known: "_Parameters") -> Tensor:
         """Scores [S, V] float64 whose argmax is the sample; greedy rows keep their logits."""
-        greedy = torch.tensor([one.temperature == 0 for one in params], device=self._device)[:, None]
-        temperature = self._column([one.temperature or 1.0 for one in params])
-        scaled = _filter(logits / temperature, params, self._column)
-        gumbel = self._gumbel(params, samplings)
-        return torch.where(greedy, logits.double(), scaled.double() + gumbel)
+        highest = logits.max(dim=1, keepdim=True).values
+        scaled = _filter((logits - highest) / known.temperature, known)
+        gumbel = self._gumbel(known.seeds, torch.from_numpy(rows.positions).to(self._device))
+        return torch.where(known.greedy, logits.double(), scaled.double() + gumbel)
 
-    def _gumbel(self, params: Sequence[SamplingParams], samplings: Sequence[Sampling]) -> Tensor:
-        """Standard Gumbel draws [S, V] float64."""
-        seeds = self._ids([one.seed - 2**64 if one.seed >= 2**63 else one.seed for one in params])
-        positions = self._ids([sampling.position for sampling in samplings])
+    def _gumbel(self, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Standard Gumbel draws [S, V] float64 of seeds [S] and positions [S]."""
         width = -(-self._vocab_size // _COLUMN_TILE) * _COLUMN_TILE
         words = random_words(seeds, positions, Purpose.SAMPLING, width)  # [S, W]
         uniform = (words.double() + 0.5) * 2.0**-32
         return -torch.log(-torch.log(uniform))[:, : self._vocab_size]
 
-    def _ids(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
-    def _floats(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+def sample_rows(plan: StepPlan) -> SampleRows:
+    """What a plan asks to be chosen: of each segment its decode rows, then its runs that have a Sampling."""
+    params: list[SamplingParams] = []
+    positions: list[IntArray] = []
+    generated: list[IntArray] = []
+    histories: list[TokenHistory] = []
+    for segment in plan.segments:
+        if segment.decode is not None:
+            params += [request.params for request in segment.decode.requests]
+            positions.append(segment.decode.positions + 1)
+            generated.append(segment.decode.num_generated)
+            histories += segment.decode.histories or [TokenHistory()] * len(segment.decode)
+        chosen = [(run.params, run.sampling) for run in segment.runs if run.sampling is not None]
+        params += [one for one, _ in chosen]
+        positions.append(np.array([sampling.position for _, sampling in chosen], np.int64))
+        generated.append(np.array([sampling.num_generated for _, sampling in chosen], np.int64))
+        histories += [sampling.history for _, sampling in chosen]
+    has_history = any(history.prompt_ids for history in histories)
+    return SampleRows(
+        tuple(params),
+        np.concatenate(positions or [np.zeros(0, np.int64)]),
+        np.concatenate(generated or [np.zeros(0, np.int64)]),
+        tuple(histories) if has_history else None,
+    )
 
-    def _column(self, values: Sequence[float]) -> Tensor:
-        return self._floats(values)[:, None]
+
+@dataclass(frozen=True, eq=False)
+class _Parameters:
+    """Tensors of one batch's parameters; columns are [S, 1] float32 unless said."""
+
+    params: tuple[SamplingParams, ...]
+    any_random: bool
+    wants_logprobs: bool
+    greedy: Tensor  # [S, 1] bool
+    temperature: Tensor
+    min_p: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    seeds: Tensor  # [S] int64
+    bias: tuple[tuple[Tensor, Tensor], Tensor] | None  # (rows, token ids), values
+    stops: tuple[IntArray, IntArray] | None  # (rows, token ids) of rows with min_tokens
+    min_tokens: IntArray  # [S]
+
+    @classmethod
+    def of(cls, params: tuple[SamplingParams, ...], device: str) -> "_Parameters":
+        def column(values: Sequence[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+
+        def ids(values: Sequence[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        greedy = [one.temperature < _LEAST_TEMPERATURE for one in params]
+        bias = [(row, token, value) for row, one in enumerate(params) for token, value in one.logit_bias.items()]
+        stops = [(row, token) for row, one in enumerate(params) if one.min_tokens for token in one.stop_ids]
+        cuts = any(one.top_k or one.top_p < 1 for one in params)
+        return cls(
+            params=params,
+            any_random=not all(greedy),
+            wants_logprobs=any(one.logprobs is not None for one in params),
+            greedy=torch.tensor(greedy, device=device)[:, None],
+            temperature=column(
+                [1.0 if is_greedy else one.temperature for one, is_greedy in zip(params, greedy, strict=True)]
+            ),
+            min_p=column([one.min_p for one in params]) if any(one.min_p for one in params) else None,
+            top_k=column([one.top_k or float("inf") for one in params]) if cuts else None,
+            top_p=column([one.top_p for one in params]) if cuts else None,
+            repetition=column([one.repetition_penalty for one in params]),
+            presence=column([one.presence_penalty for one in params]),
+            frequency=column([one.frequency_penalty for one in params]),
+            seeds=ids([signed_seed(one.seed) for one in params]),
+            bias=(
+                (ids([row for row, _, _ in bias]), ids([token for _, token, _ in bias])),
+                torch.tensor([value for _, _, value in bias], dtype=torch.float32, device=device),
+            )
+            if bias
+            else None,
+            stops=(np.array([row for row, _ in stops]), np.array([token for _, token in stops])) if stops else None,
+            min_tokens=np.array([one.min_tokens for one in params], np.int64),
+        )
 
 
 class _RowLogprobs:
@@ -136,28 +224,20 @@ class _RowLogprobs:
         return TokenLogprobs(self._values[token_id].item(), top)
 
 
-def _filter(scaled: Tensor, params: Sequence[SamplingParams], column: Callable[[Sequence[float]], Tensor]) -> Tensor:
+def _filter(scaled: Tensor, known: _Parameters) -> Tensor:
     """Drop what min-p, top-k and top-p drop, of [S, V]; rows that ask for none keep every token."""
-    if any(one.min_p > 0 for one in params):
+    if known.min_p is not None:
         probabilities = torch.softmax(scaled, dim=1)
-        floor = column([one.min_p for one in params]) * probabilities.max(dim=1, keepdim=True).values
+        floor = known.min_p * probabilities.max(dim=1, keepdim=True).values
         scaled = scaled.masked_fill(probabilities < floor, _NEVER)
-    if all(one.top_k == 0 and one.top_p == 1 for one in params):
+    if known.top_k is None or known.top_p is None:
         return scaled
     ordered, order = torch.sort(scaled, dim=1, descending=True, stable=True)  # equal values: lowest id first
     rank = torch.arange(scaled.shape[1], device=scaled.device)[None, :]
-    most = column([one.top_k or scaled.shape[1] for one in params])
-    ordered = ordered.masked_fill(rank >= most, _NEVER)
+    ordered = ordered.masked_fill(rank >= known.top_k, _NEVER)
     probabilities = torch.softmax(ordered, dim=1)
     before = probabilities.cumsum(dim=1) - probabilities
-    top_p = column([one.top_p for one in params])
-    dropped = (before >= top_p) & (top_p < 1)
+    dropped = (before >= known.top_p) & (known.top_p < 1)
     dropped[:, 0] = False  # the most likely token always stays
     ordered = ordered.masked_fill(dropped, _NEVER)
     return torch.empty_like(scaled).scatter_(1, order, ordered)
-
-
-def _sampling(run: RowRun) -> Sampling:
-    if run.sampling is None:
-        raise ValueError(f"run of request {run.request_id} has no token to choose")
-    return run.sampling

@@ -1,50 +1,60 @@
 """Who holds which blocks, what may still be claimed, and what has been written: the books of one arena.
 
 Callers hold an opaque `Allocation` and never see the pool. Nothing here does I/O or knows torch. The scheduler
-reserves, grows and releases; a worker's handoff code reads block ids and quarantines.
+reserves, grows, publishes and releases; a worker's handoff code reads block ids and quarantines.
 
     free --reserve/grow--> held --release--> (until the last step that may write them ended) --> free
-                             `--quarantine--> quarantined --free_quarantined--> free
+      ^                     | ^ `--quarantine--> quarantined --free_quarantined--> free
+      |             publish | | reserve with a hit
+      `---- evicted ---- cached (held by nobody, found by its digest)
 
 **Promises.** A reservation may name more tokens than it holds blocks for; the rest is promised: blocks that stay free
 but that no other reservation can have. A request inside its promise can always grow, so nothing that runs can starve.
 
-**The written contract.** Per allocation the ledger keeps, as runs of positions, the depth to which KV was written. A
-step that would attend over positions [0, first) at depth d checks first that all of them were written at least d deep.
+Which positions were written, and how deep, is `loopline.kv.block_books`.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from loopline.errors import AuditFailed, InvariantBroken, WrittenContractBroken
+import numpy as np
+
+from loopline.errors import AuditFailed, InvariantBroken
 from loopline.identity import BlockCounts
+from loopline.kv.block_books import BlockBooks, IntArray
 from loopline.kv.block_pool import BlockPool, ids_of, runs_of
+from loopline.kv.prefix_index import PrefixIndex
 
 
 @dataclass(eq=False)
 class Allocation:
     """The blocks of one request. Opaque: read through the ledger that made it."""
 
-    _block_ids: list[int]
+    _row: int
     _promised: int  # blocks it may still grow by
-    _written: list[tuple[int, int]] = field(default_factory=list)  # (end position, depth), ascending, from position 0
-    _last_step: int = 0  # last step that may write its blocks
+    _may_publish: bool = True
     _released: bool = False
 
 
 class Ledger:
-    """Books of one arena. Invariant: free + held + cached + quarantined = total, and promised <= free; see `audit`."""
+    """Books of one arena. Invariant: free + held + cached + quarantined = total, and promises are covered by blocks
+    that are free or cached; see `audit`."""
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
         self.block_size = block_size
+        self.prefix = PrefixIndex()
         self._pool = BlockPool(total_blocks)
+        self._books = BlockBooks(block_size)
         self._promised = 0
         self._live: dict[Allocation, None] = {}
-        self._num_held = 0  # of live allocations, and of released ones that wait for a step
+        self._holders: dict[int, int] = {}  # block id -> holders, of blocks that the prefix index knows
+        self._num_held = 0  # blocks of live allocations, and of released ones that wait for a step; shared ones once
         self._waiting: deque[tuple[int, list[int]]] = deque()  # (step, block ids), steps ascending
         self._quarantined: dict[int, None] = {}
+        self._lent: dict[int, int] = {}  # shared blocks that a quarantine holds: how many times
         self._step_done = 0
+        self._time = 0  # logical: counts releases, for the order of eviction
 
     # ---- queries
 
@@ -54,8 +64,8 @@ class Ledger:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that a reservation could take now, promised ones included. Kept, never scanned."""
-        return self._pool.num_free
+        """Blocks that a reservation could take now, promised and cache-only ones included. Kept, never scanned."""
+        return self._pool.num_free + self.prefix.num_evictable
 
     @property
     def num_promised_blocks(self) -> int:
@@ -67,14 +77,27 @@ class Ledger:
         return BlockCounts(
             free=self._pool.num_free,
             held=self._num_held,
-            cached=0,
+            cached=self.prefix.num_evictable,
             quarantined=len(self._quarantined),
             total=self._pool.total,
         )
 
-    def block_ids(self, allocation: Allocation) -> Sequence[int]:
-        """Block ids in the order of positions; do not change them."""
-        return allocation._block_ids
+    def block_ids(self, allocation: Allocation) -> list[int]:
+        """Block ids in the order of positions."""
+        ids: list[int] = self._books.ids(allocation._row).tolist()
+        return ids
+
+    def block_table(self, allocation: Allocation) -> IntArray:
+        """`block_ids` as a view of int64; valid until the next change of any allocation."""
+        return self._books.ids(allocation._row)
+
+    def block_tables(self, rows: IntArray, width: int) -> IntArray:
+        """The first `width` block ids of several allocations (`row_of`): a new int64 array [rows, width]."""
+        return self._books.table[rows, :width]
+
+    def row_of(self, allocation: Allocation) -> int:
+        """Where this allocation's books are; for `begin_rows` and its like, until it is released."""
+        return allocation._row
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens need."""
@@ -82,116 +105,147 @@ class Ledger:
 
     def written_tokens(self, allocation: Allocation, depth: int) -> int:
         """Positions from 0 on that were written at least `depth` deep without a gap."""
-        end = 0
-        for run_end, run_depth in allocation._written:
-            if run_depth < depth:
-                break
-            end = run_end
-        return end
+        return self._books.written_to(allocation._row, depth)
 
     # ---- holding
 
-    def reserve(self, num_tokens: int, max_tokens: int) -> Allocation | None:
-        """Hold blocks for `num_tokens` and promise the rest up to `max_tokens`. None if there is no room."""
+    def reserve(
+        self, num_tokens: int, max_tokens: int, digests: Sequence[bytes] = (), depth: int = 0
+    ) -> Allocation | None:
+        """Hold blocks for `num_tokens` and promise the rest up to `max_tokens`. None if there is no room.
+
+        Cached blocks that match `digests` (of the first whole blocks of these tokens, at `depth`) are shared instead of
+        taken; their positions count as written (`written_tokens`).
+        """
+        hits = self.prefix.match(digests)
         now = self.blocks_for(num_tokens)
         later = max(0, self.blocks_for(max_tokens) - now)
-        if now + later > self._pool.num_free - self._promised:
+        unheld = sum(1 for block_id in hits if not self._holders[block_id])
+        if now - len(hits) + later > self.num_free_blocks - unheld - self._promised:
             return None
-        runs = self._pool.take(now)
-        if runs is None:
-            raise InvariantBroken(f"{now} blocks are within {self._pool.num_free} free ones and were not given")
-        allocation = Allocation(ids_of(runs), later)
+        for block_id in hits:
+            self._pin(block_id)
+        allocation = Allocation(self._books.take_row(), later)
+        self._books.append(allocation._row, hits)
+        self._books.published[allocation._row] = len(hits)
+        self._books.append(allocation._row, self._take(now - len(hits)))
+        if hits:
+            self._books.set_runs(allocation._row, [(len(hits) * self.block_size, depth)])
         self._promised += later
-        self._num_held += now
         self._live[allocation] = None
         return allocation
 
     def grow(self, allocation: Allocation, num_tokens: int) -> bool:
         """Hold blocks for `num_tokens` in all. Inside the promise this cannot fail; past it, False means no room."""
         self._check_live(allocation)
-        more = self.blocks_for(num_tokens) - len(allocation._block_ids)
+        more = self.blocks_for(num_tokens) - int(self._books.num_blocks[allocation._row])
         if more <= 0:
             return True
         from_promise = min(more, allocation._promised)
-        if more - from_promise > self._pool.num_free - self._promised:
+        if more - from_promise > self.num_free_blocks - self._promised:
             return False
-        runs = self._pool.take(more)
-        if runs is None:
-            raise InvariantBroken(f"{more} promised blocks are not free ({self._pool.num_free} are)")
         allocation._promised -= from_promise
         self._promised -= from_promise
-        allocation._block_ids.extend(ids_of(runs))
-        self._num_held += more
+        self._books.append(allocation._row, self._take(more))
         return True
+
+    def short_rows(self, rows: IntArray, num_tokens: IntArray) -> IntArray:
+        """Indices into `rows` of the allocations that hold blocks for fewer than `num_tokens` tokens."""
+        return np.flatnonzero(self._books.num_blocks[rows] * self.block_size < num_tokens)
 
     def release(self, allocation: Allocation) -> None:
         """Give everything back: the one place where a request's blocks end, whatever ended it.
 
-        Blocks become free once the last step that may write them has ended. Releasing twice is a bug and raises.
+        Blocks that the prefix index knows stay cached; others become free once the last step that may write them has
+        ended. Releasing twice is a bug and raises.
         """
         self._check_live(allocation)
-        allocation._released = True
-        del self._live[allocation]
-        self._promised -= allocation._promised
-        allocation._promised = 0
-        self._free_after(allocation._last_step, allocation._block_ids)
+        self._end(allocation, self.block_ids(allocation))
 
     def quarantine(self, allocation: Allocation, block_ids: Sequence[int]) -> None:
-        """Release `allocation`, except that `block_ids` of it stay off limits: a remote writer may still write them."""
+        """Release `allocation`, except that `block_ids` of it stay off limits: a remote peer may still use them.
+
+        Shared blocks among them stay held instead: nobody writes a shared block, so others may go on reading it.
+        """
         self._check_live(allocation)
         kept = dict.fromkeys(block_ids)
-        missing = kept.keys() - set(allocation._block_ids)
+        held = self.block_ids(allocation)
+        missing = kept.keys() - set(held)
         if missing:
             raise InvariantBroken(f"blocks {sorted(missing)} are not of this allocation")
-        self._num_held -= len(kept)
-        self._quarantined.update(kept)
-        allocation._block_ids = [block_id for block_id in allocation._block_ids if block_id not in kept]
-        self.release(allocation)
+        for block_id in kept:
+            if block_id in self._holders:
+                self._lent[block_id] = self._lent.get(block_id, 0) + 1
+            else:
+                self._num_held -= 1
+                self._quarantined[block_id] = None
+        self._end(allocation, [block_id for block_id in held if block_id not in kept])
 
     def free_quarantined(self, block_ids: Sequence[int]) -> None:
-        """End the quarantine of blocks: their writer is known to write no more."""
-        missing = [block_id for block_id in block_ids if block_id not in self._quarantined]
+        """End the quarantine of blocks: their peer is known to use them no more."""
+        missing = [one for one in block_ids if one not in self._quarantined and one not in self._lent]
         if missing:
             raise InvariantBroken(f"blocks {missing} are not quarantined")
-        for block_id in block_ids:
+        private = [block_id for block_id in block_ids if block_id in self._quarantined]
+        for block_id in private:
             del self._quarantined[block_id]
-        self._pool.give_back(runs_of(sorted(block_ids)))
+        for block_id in block_ids:
+            if block_id in self._lent:
+                self._lent[block_id] -= 1
+                if not self._lent[block_id]:
+                    del self._lent[block_id]
+                self._unpin(block_id)
+        self._pool.give_back(runs_of(sorted(private)))
+
+    # ---- sharing
+
+    def publish(self, allocation: Allocation, digests: Sequence[bytes], depth: int) -> int:
+        """Let others find the leading whole blocks that `digests` name, as far as they are written to `depth`.
+
+        Returns how many blocks became findable. Where another block is known under a digest already, this allocation's
+        copy and everything after it stays private.
+        """
+        self._check_live(allocation)
+        whole = self.written_tokens(allocation, depth) // self.block_size
+        ids = self._books.ids(allocation._row)
+        before = published = int(self._books.published[allocation._row])
+        for index in range(before, min(whole, len(digests))):
+            if not allocation._may_publish:
+                break
+            block_id, parent = int(ids[index]), digests[index - 1] if index else None
+            if not self.prefix.publish(digests[index], parent, block_id):
+                allocation._may_publish = False
+                break
+            self._holders[block_id] = 1
+            published += 1
+        self._books.published[allocation._row] = published
+        return published - before
 
     # ---- writing
 
-    def begin_run(self, allocation: Allocation, first: int, count: int, depth: int, step: int) -> None:
+    def begin_run(
+        self, allocation: Allocation, first: int, count: int, depth: int, step: int, writes: bool = True
+    ) -> None:
         """Check that a step may compute positions [first, first + count) at `depth`, and note that it may write them.
 
-        Raises WrittenContractBroken if an earlier position was not written that deep, or a position has no block.
+        `writes` False: their KV is there already and is only read. Raises WrittenContractBroken if an earlier position
+        was not written that deep, a position has no block, or would be written where others may read.
         """
         self._check_live(allocation)
-        if self.written_tokens(allocation, depth) < first:
-            raise WrittenContractBroken(
-                f"positions up to {first - 1} are needed at depth {depth}; written: {allocation._written}"
-            )
-        if first + count > len(allocation._block_ids) * self.block_size:
-            raise WrittenContractBroken(
-                f"positions {first}..{first + count - 1} lie past {len(allocation._block_ids)} blocks"
-            )
-        allocation._last_step = max(allocation._last_step, step)
+        self._books.begin(allocation._row, first, count, depth, step, writes)
+
+    def begin_rows(self, rows: IntArray, firsts: IntArray, depth: int, step: int) -> None:
+        """`begin_run` with count 1 for the allocations of `rows` (`row_of`), each at its position of `firsts`."""
+        self._books.begin_rows(rows, firsts, depth, step)
 
     def mark_written(self, allocation: Allocation, first: int, count: int, depth: int) -> None:
         """Note that positions [first, first + count) hold KV to `depth` now; earlier positions keep theirs."""
         self._check_live(allocation)
-        written = allocation._written
-        known_end = written[-1][0] if written else 0
-        if first > known_end:
-            raise WrittenContractBroken(f"positions {known_end}..{first - 1} before the written run are unwritten")
-        while written and written[-1][0] > first:
-            end, old_depth = written.pop()
-            start = written[-1][0] if written else 0
-            if start < first:
-                written.append((first, old_depth))
-            if end > first + count:
-                raise WrittenContractBroken(f"position {first} is written again while positions to {end - 1} follow")
-        if written and written[-1][1] == depth:
-            written.pop()
-        written.append((first + count, depth))
+        self._books.mark(allocation._row, first, count, depth)
+
+    def mark_rows(self, rows: IntArray, firsts: IntArray, depth: int) -> None:
+        """`mark_written` with count 1 for the allocations of `rows`, each at its position of `firsts`."""
+        self._books.mark_rows(rows, firsts, depth)
 
     def step_done(self, step: int) -> None:
         """Step `step` and every earlier one have ended on the device: what waited for them becomes free."""
@@ -204,33 +258,86 @@ class Ledger:
 
     def audit(self) -> None:
         """Recount everything from the records; raises AuditFailed that names what differs."""
+        self.prefix.audit()
+        holders: dict[int, int] = dict(self._lent)
         owners: dict[int, str] = {}
-        groups = [("live", allocation._block_ids) for allocation in self._live]
-        groups += [("waiting", block_ids) for _, block_ids in self._waiting]
-        groups += [("quarantined", list(self._quarantined)), ("free", ids_of(self._pool.free_runs()))]
-        for name, block_ids in groups:
+        private = [("quarantined", list(self._quarantined)), ("free", ids_of(self._pool.free_runs()))]
+        private += [("waiting", block_ids) for _, block_ids in self._waiting]
+        for allocation in self._live:
+            ids = self.block_ids(allocation)
+            for block_id in ids:
+                if block_id in self._holders:
+                    holders[block_id] = holders.get(block_id, 0) + 1
+            private.append(("held", [block_id for block_id in ids if block_id not in self._holders]))
+        private.append(("shared", list(self._holders)))
+        for name, block_ids in private:
             for block_id in block_ids:
                 if block_id in owners or not 0 <= block_id < self.total_blocks:
                     raise AuditFailed(f"block {block_id} is {name} and {owners.get(block_id, 'outside the arena')}")
                 owners[block_id] = name
         if len(owners) != self.total_blocks:
             raise AuditFailed(f"{self.total_blocks - len(owners)} blocks belong to nobody")
-        if not self.counts().adds_up:
-            raise AuditFailed(f"{self.counts()} does not add up")
-        promised = sum(allocation._promised for allocation in self._live)
-        if promised != self._promised or promised > self._pool.num_free:
-            raise AuditFailed(
-                f"{self._promised} blocks counted as promised, {promised} are, {self._pool.num_free} free"
-            )
+        for block_id, count in self._holders.items():
+            if count != holders.get(block_id, 0):
+                raise AuditFailed(f"block {block_id} counts {count} holders and has {holders.get(block_id, 0)}")
+        self._audit_counts()
 
-    def _free_after(self, step: int, block_ids: list[int]) -> None:
-        if step <= self._step_done:
-            self._give_back(block_ids)
-        elif block_ids:
+    def _audit_counts(self) -> None:
+        counts = self.counts()
+        evictable = sum(1 for count in self._holders.values() if not count)
+        if not counts.adds_up or counts.cached != evictable:
+            raise AuditFailed(f"{counts} does not add up; {evictable} shared blocks have no holder")
+        promised = sum(allocation._promised for allocation in self._live)
+        if promised != self._promised or promised > self.num_free_blocks:
+            raise AuditFailed(f"{self._promised} blocks counted as promised, {promised} are; {counts}")
+
+    # ---- inside
+
+    def _take(self, count: int) -> list[int]:
+        """Blocks off the pool, evicting as many cached ones as it lacks; the caller has checked that there are."""
+        evicted = [self.prefix.evict() for _ in range(count - self._pool.num_free)]
+        for block_id in evicted:
+            del self._holders[block_id]
+        self._pool.give_back(runs_of(sorted(evicted)))
+        runs = self._pool.take(count)
+        if runs is None:
+            raise InvariantBroken(f"{count} blocks are promised and {self._pool.num_free} are free")
+        self._num_held += count
+        return ids_of(runs)
+
+    def _pin(self, block_id: int) -> None:
+        self._holders[block_id] += 1
+        if self._holders[block_id] == 1:
+            self.prefix.pin(block_id)
+            self._num_held += 1
+
+    def _unpin(self, block_id: int) -> None:
+        self._holders[block_id] -= 1
+        if not self._holders[block_id]:
+            self._num_held -= 1
+            self.prefix.unpin(block_id, self._time)
+
+    def _end(self, allocation: Allocation, block_ids: list[int]) -> None:
+        """Take an allocation off the books; `block_ids` are those of it that nobody keeps."""
+        allocation._released = True
+        del self._live[allocation]
+        self._promised -= allocation._promised
+        self._time += 1
+        private = []
+        for block_id in reversed(block_ids):  # a block's holders hold what comes before it in the chain, too
+            if block_id in self._holders:
+                self._unpin(block_id)
+            else:
+                private.append(block_id)
+        last_step = int(self._books.last_step[allocation._row])
+        self._books.give_row(allocation._row)
+        if last_step <= self._step_done:
+            self._give_back(private)
+        elif private:
             at = len(self._waiting)
-            while at and self._waiting[at - 1][0] > step:
+            while at and self._waiting[at - 1][0] > last_step:
                 at -= 1
-            self._waiting.insert(at, (step, block_ids))
+            self._waiting.insert(at, (last_step, private))
 
     def _give_back(self, block_ids: list[int]) -> None:
         self._num_held -= len(block_ids)

@@ -1,15 +1,25 @@
 """The frozen records between deciding and computing: a plan says what a step computes, a result what came of it.
 
 A plan is a list of segments, each a set of rows and the loops that they run; every segment of today's plans runs from
-loop 0 to its rows' depth. Depth belongs to (row, position).
+loop 0 to its rows' depth. Depth belongs to (row, position). A segment's rows are its decode rows (one position of
+each of many requests, as columns) and then its runs (consecutive positions of one request each). Tokens to choose
+stand in the same order: all decode rows, then the runs that have a Sampling.
+
+Shape letters: D decode rows of a segment, S tokens to choose in a step.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from loopline.identity import Cause
+from loopline.kv.block_books import IntArray
 from loopline.kv.ledger import Allocation
 from loopline.messages import TokenRow
-from loopline.request import SamplingParams, TokenId, TokenLogprobs
+from loopline.request import FinishReason, Request, SamplingParams, TokenId, TokenLogprobs
+
+NOT_FINITE = -1
+"""In StepResult.token_ids: the row's logits were not finite, and its request fails."""
 
 
 @dataclass(frozen=True)
@@ -39,19 +49,41 @@ class RowRun:
     first_position: int
     token_ids: tuple[TokenId, ...]
     sampling: Sampling | None  # None: the prompt goes on after this chunk
+    writes: bool = True  # False: the KV is there already, found in the prefix cache; it is read and not written again
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, eq=False)
+class DecodeRows:
+    """One new position of each of D requests, as columns [D] int64. Every row's token is chosen.
+
+    `requests` is the same object from step to step while the same requests decode, so what is derived from their
+    parameters can be kept.
+    """
+
+    requests: tuple[Request, ...]
+    allocations: tuple[Allocation, ...]
+    book_rows: IntArray  # the ledger's row of each allocation
+    positions: IntArray  # position whose KV is computed
+    token_ids: IntArray  # its token
+    num_generated: IntArray  # tokens of the answer so far
+    histories: tuple[TokenHistory, ...] | None = None  # None: no request asks for penalties
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
 @dataclass(frozen=True)
 class Segment:
-    """Runs that are computed together, through loops [first_loop, last_loop)."""
+    """Rows that are computed together, through loops [first_loop, last_loop)."""
 
     first_loop: int
     last_loop: int
     runs: tuple[RowRun, ...]
+    decode: DecodeRows | None = None
 
 
 @dataclass(frozen=True)
@@ -65,22 +97,24 @@ class StepPlan:
     def runs(self) -> tuple[RowRun, ...]:
         return tuple(run for segment in self.segments for run in segment.runs)
 
+    @property
+    def num_decode_rows(self) -> int:
+        return sum(len(segment.decode) for segment in self.segments if segment.decode is not None)
 
-@dataclass(frozen=True)
-class SampledToken:
-    """What one Sampling gave. `token_id` None: the logits were not finite, and the request fails."""
-
-    request_id: str
-    token_id: TokenId | None
-    logprobs: TokenLogprobs | None = None
+    @property
+    def request_ids(self) -> list[str]:
+        """Every request with a row in this step."""
+        decode = [segment.decode for segment in self.segments if segment.decode is not None]
+        return [one.request_id for rows in decode for one in rows.requests] + [run.request_id for run in self.runs]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepResult:
-    """What came of a plan: one SampledToken per Sampling in it, in the plan's order."""
+    """What came of a plan: a token for each row that asks for one, in the plan's order; NOT_FINITE where it failed."""
 
     step: int
-    tokens: tuple[SampledToken, ...]
+    token_ids: Sequence[int]  # [S]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by index, where asked for
 
 
 @dataclass(frozen=True)
@@ -103,11 +137,49 @@ class RequestLost:
     detail: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class TokenColumns:
+    """New tokens of one segment, as columns; `rows` makes them into messages for whoever sends them."""
+
+    depth: int
+    requests: Sequence[Request]
+    positions: Sequence[int]
+    token_ids: Sequence[int]
+    finish: Mapping[int, FinishReason]  # by index, of those that ended
+    logprobs: Mapping[int, TokenLogprobs]
+
+    def rows(self) -> list[TokenRow]:
+        """A row each; a stop id is not part of the answer, so its row has no token."""
+        rows = []
+        for index, (request, position, token_id) in enumerate(
+            zip(self.requests, self.positions, self.token_ids, strict=True)
+        ):
+            finish = self.finish.get(index)
+            is_stop = finish is FinishReason.STOP
+            rows.append(
+                TokenRow(
+                    request.request_id,
+                    request.attempt,
+                    position,
+                    None if is_stop else token_id,
+                    self.depth,
+                    finish,
+                    None if is_stop else self.logprobs.get(index),
+                )
+            )
+        return rows
+
+
+@dataclass(frozen=True, eq=False)
 class StepOutcome:
     """What the world may learn of a committed step."""
 
     step: int
-    rows: tuple[TokenRow, ...]
+    tokens: tuple[TokenColumns, ...]
     chunks: tuple[ChunkDone, ...] = ()
     lost: tuple[RequestLost, ...] = ()
+
+    @cached_property
+    def rows(self) -> tuple[TokenRow, ...]:
+        """Every new token as a message."""
+        return tuple(row for columns in self.tokens for row in columns.rows())

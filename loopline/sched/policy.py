@@ -22,16 +22,22 @@ class RolePolicy(Protocol):
         """True: a request stops after its first token and keeps its blocks until they are released."""
         ...
 
-    def demand(self, request: Request) -> Demand:
-        """KV that must be had before the request starts."""
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether this role finds and publishes cached prefixes, where the model allows it."""
+        ...
+
+    def demand(self, request: Request, num_known_tokens: int) -> Demand:
+        """KV that must be had before a request with that many known tokens starts."""
         ...
 
 
 @dataclass(frozen=True)
 class UnifiedPolicy:
-    """One engine does both: a request starts once its worst case is held or promised, so it can always finish."""
+    """One engine does both: known tokens are held at once, the rest of the answer is promised."""
 
     holds_after_first_token: bool = False
+    shares_prefixes: bool = True
 
-    def demand(self, request: Request) -> Demand:
-        return Demand(tokens_now=request.num_known_tokens, tokens_max=request.max_kv_tokens)
+    def demand(self, request: Request, num_known_tokens: int) -> Demand:
+        return Demand(tokens_now=num_known_tokens, tokens_max=request.max_kv_tokens)

@@ -1,8 +1,10 @@
-"""Requests that wait for blocks, first come first served."""
+"""Requests that wait for blocks, first come first served; those that were preempted stand in front."""
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
 
-from loopline.request import Request
+from loopline.sched.entry import Entry
 
 
 class WaitingQueue:
@@ -10,33 +12,41 @@ class WaitingQueue:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._requests: OrderedDict[str, Request] = OrderedDict()
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+        self._token_loops = 0
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._entries)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
+        return request_id in self._entries
 
-    def push(self, request: Request) -> bool:
-        """Put at the end; False if the queue is full."""
-        if len(self._requests) >= self._limit:
-            return False
-        self._requests[request.request_id] = request
-        return True
-
-    def head(self) -> Request | None:
-        """The request whose turn it is; it stays in the queue."""
-        return next(iter(self._requests.values()), None)
-
-    def pop_head(self) -> Request:
-        """Take the request whose turn it is."""
-        return self._requests.popitem(last=False)[1]
-
-    def remove(self, request_id: str) -> bool:
-        """Take one out, wherever it stands; False if it is not here."""
-        return self._requests.pop(request_id, None) is not None
-
+    @property
     def token_loops(self) -> int:
         """Work that waits, counted to each request's most tokens."""
-        return sum(request.max_kv_tokens * request.params.loops for request in self._requests.values())
+        return self._token_loops
+
+    def push(self, entry: Entry) -> bool:
+        """Put at the end; False if the queue is full."""
+        if len(self._entries) >= self._limit:
+            return False
+        self._entries[entry.request.request_id] = entry
+        self._token_loops += entry.token_loops_left()
+        return True
+
+    def push_front(self, entry: Entry) -> None:
+        """Put before all others; never refused, because it has run already."""
+        self._entries[entry.request.request_id] = entry
+        self._entries.move_to_end(entry.request.request_id, last=False)
+        self._token_loops += entry.token_loops_left()
+
+    def first(self, count: int) -> Iterator[Entry]:
+        """The entries whose turn is next; none is taken out."""
+        return iter(list(islice(self._entries.values(), count)))
+
+    def remove(self, request_id: str) -> Entry | None:
+        """Take one out, wherever it stands; None if it is not here."""
+        entry = self._entries.pop(request_id, None)
+        if entry is not None:
+            self._token_loops -= entry.token_loops_left()
+        return entry

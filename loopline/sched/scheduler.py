@@ -2,22 +2,23 @@
 
 plan() -> StepPlan -> somebody computes it -> commit(plan, result) -> StepOutcome. Requests come in by `submit` (their
 prompt is computed here) or by `reserve` + `activate` (their prompt's KV arrives from another worker). Blocks end in
-`Ledger.release`, or with the caller who took the allocation out by `remove`.
-
-Every running request has at least one row's room in each step, and a request runs only once its worst case is held or
-promised, so whatever runs can finish.
+`Ledger.release`, or with the caller who took the allocation out by `remove`. Who waits, who is let in and who must
+step back is `loopline.sched.admission`.
 """
 
-from dataclasses import dataclass
-from enum import Enum
+from collections.abc import Sequence
 
 from loopline.errors import InvariantBroken
 from loopline.identity import Cause
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request, TokenLogprobs
-from loopline.sched.budget import StepBudget, chunk_end
+from loopline.sched.admission import Admission
+from loopline.sched.budget import StepBudget, StepMeter, chunk_end, share_within
+from loopline.sched.decode_group import DecodeGroup
+from loopline.sched.entry import Entry, Phase
 from loopline.sched.plan import (
+    NOT_FINITE,
     ChunkDone,
     RequestLost,
     RowRun,
@@ -26,46 +27,38 @@ from loopline.sched.plan import (
     StepOutcome,
     StepPlan,
     StepResult,
-    TokenHistory,
+    TokenColumns,
 )
 from loopline.sched.policy import RolePolicy
-from loopline.sched.queue import WaitingQueue
 from loopline.settings import SchedulerSettings
 
-
-class _Phase(Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    HELD = "held"  # its first token is out; the blocks are being handed off
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request that holds blocks. `num_computed` positions have KV; `token_ids` are prompt and answer so far."""
-
-    request: Request
-    allocation: Allocation
-    token_ids: list[int]
-    num_computed: int = 0
-    phase: _Phase = _Phase.PREFILL
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_ids)
+_NOT_FINITE_TEXT = "the model's logits are not finite"
 
 
 class Scheduler:
     """Invariant: an id is waiting, running or unknown, never two of them; at most one plan is not committed."""
 
-    def __init__(self, ledger: Ledger, settings: SchedulerSettings, policy: RolePolicy) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        settings: SchedulerSettings,
+        policy: RolePolicy,
+        prefix_parts: tuple[str, ...] | None = None,
+    ) -> None:
+        """`prefix_parts`: what makes KV equal besides tokens and depth, for the keys of the prefix cache; None: off."""
         self._ledger = ledger
         self._settings = settings
         self._policy = policy
-        self._waiting = WaitingQueue(settings.max_waiting)
-        self._running: dict[str, _Running] = {}  # in order of admission
+        parts = prefix_parts if policy.shares_prefixes else None
+        self._admission = Admission(ledger, settings, policy, parts)
+        self._running: dict[str, Entry] = {}  # in order of admission
+        self._prefilling: dict[str, Entry] = {}
+        self._decoding: dict[int, DecodeGroup] = {}  # by depth
+        self._num_held = 0
         self._reserved: dict[Allocation, Request] = {}
         self._step = 0
         self._in_flight: StepPlan | None = None
+        self.meter = StepMeter()
 
     # ---- queries
 
@@ -81,41 +74,44 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._admission)
+
+    @property
+    def num_preempted(self) -> int:
+        """Preemptions so far."""
+        return self._admission.num_preempted
 
     @property
     def has_work(self) -> bool:
         """Whether plan() could give a plan now or after something that runs has ended."""
-        return bool(self._waiting) or any(entry.phase is not _Phase.HELD for entry in self._running.values())
+        return bool(len(self._admission)) or len(self._running) > self._num_held
+
+    def find_cached(self, request: Request) -> list[int]:
+        """Ids of the cached blocks that this request would share if it came now; nothing is held."""
+        entry = self._admission.entry_of(request)
+        return [] if entry.digests is None else self._ledger.prefix.match(entry.digests.digests)
 
     def token_loops(self) -> int:
         """Work that is queued, reserved and running, counted to each request's most tokens."""
-        running = sum(
-            (entry.request.max_kv_tokens - entry.num_computed) * entry.request.params.loops
-            for entry in self._running.values()
-            if entry.phase is not _Phase.HELD
-        )
+        running = sum(entry.token_loops_left() for entry in self._running.values() if entry.phase is not Phase.HELD)
         reserved = sum(request.params.max_tokens * request.params.loops for request in self._reserved.values())
-        return running + reserved + self._waiting.token_loops()
+        return running + reserved + self._admission.token_loops
 
     # ---- intake
 
     def submit(self, request: Request) -> Cause | None:
         """Queue a request whose prompt is computed here. A cause means it was refused and nothing is held."""
-        if request.request_id in self._running or request.request_id in self._waiting:
+        if request.request_id in self._running or request.request_id in self._admission:
             return Cause.DUPLICATE
-        if self._never_fits(request):
-            return Cause.TOO_LARGE
-        return None if self._waiting.push(request) else Cause.NO_ROOM
+        return self._admission.submit(request)
 
     def reserve(self, request: Request) -> Allocation | Cause:
         """Hold blocks now for a request whose prompt's KV will arrive, or say why not."""
-        if self._never_fits(request):
+        if self._admission.never_fits(request):
             return Cause.TOO_LARGE
         if self.num_running >= self._settings.max_running:
             return Cause.NO_ROOM
-        demand = self._policy.demand(request)
-        allocation = self._ledger.reserve(demand.tokens_now, demand.tokens_max)
+        allocation = self._admission.hold(request, request.num_known_tokens, ())
         if allocation is None:
             return Cause.NO_ROOM
         self._reserved[allocation] = request
@@ -134,18 +130,22 @@ class Scheduler:
         if first.token_id is None or first.finish is not None:
             raise InvariantBroken(f"request {request.request_id} ended with its first token and cannot be activated")
         del self._reserved[allocation]
-        known = [*request.prompt_ids, *request.generated_ids]
-        self._ledger.mark_written(allocation, 0, len(known), request.params.loops)
-        self._running[request.request_id] = _Running(
-            request, allocation, [*known, first.token_id], num_computed=len(known), phase=_Phase.DECODE
-        )
+        entry = self._admission.entry_of(request)
+        self._ledger.mark_written(allocation, 0, len(entry.token_ids), entry.depth)
+        entry.allocation, entry.num_computed = allocation, len(entry.token_ids)
+        entry.token_ids.append(first.token_id)
+        self._running[request.request_id] = entry
+        self._start_decoding(entry)
         return first
 
     def remove(self, request_id: str) -> Allocation | None:
         """Take a request out whatever its phase. Its allocation is the caller's to release; None if it held nothing."""
-        self._waiting.remove(request_id)
-        entry = self._running.pop(request_id, None)
-        return entry.allocation if entry else None
+        self._admission.remove(request_id)
+        entry = self._running.get(request_id)
+        if entry is None:
+            return None
+        self._stop(entry)
+        return entry.allocation
 
     # ---- plan
 
@@ -153,65 +153,102 @@ class Scheduler:
         """What the next step computes; None if nothing can be computed now."""
         if self._in_flight is not None:
             raise InvariantBroken(f"step {self._in_flight.step} was planned and not committed")
-        self._admit()
-        budget = StepBudget(self._settings.max_token_loops)
-        runs = [self._decode_run(entry, budget) for entry in self._running.values() if entry.phase is _Phase.DECODE]
-        for entry in self._running.values():
-            if entry.phase is _Phase.PREFILL:
-                run = self._prefill_run(entry, budget, must_progress=not runs)
-                if run is not None:
-                    runs.append(run)
-        if not runs:
+        for entry in self._admission.admit(self.num_running):
+            self._running[entry.request.request_id] = entry
+            self._prefilling[entry.request.request_id] = entry
+        self._make_room()
+        groups = [group for _, group in sorted(self._decoding.items()) if len(group)]
+        decode_loops = sum(len(group) * group.depth for group in groups)
+        runs = self._prefill_runs(decode_loops)
+        if not groups and not runs:
             return None
         self._step += 1
-        for run in runs:
-            self._ledger.begin_run(run.allocation, run.first_position, run.num_tokens, run.params.loops, self._step)
-        self._in_flight = StepPlan(self._step, _by_depth(runs))
+        segments = self._segments(groups, runs)
+        for segment in segments:
+            if segment.decode is not None:
+                self._ledger.begin_rows(
+                    segment.decode.book_rows, segment.decode.positions, segment.last_loop, self._step
+                )
+            for run in segment.runs:
+                self._ledger.begin_run(
+                    run.allocation, run.first_position, run.num_tokens, run.params.loops, self._step, run.writes
+                )
+        self._in_flight = StepPlan(self._step, segments)
         return self._in_flight
 
-    def _never_fits(self, request: Request) -> bool:
-        return self._ledger.blocks_for(self._policy.demand(request).tokens_max) > self._ledger.total_blocks
+    def _make_room(self) -> None:
+        """A block for every decode row's next position; where there is none, the youngest requests step back."""
+        for group in list(self._decoding.values()):
+            if not len(group):
+                continue
+            for entry in group.without_room():
+                while entry.phase is Phase.DECODE and not self._grow(entry):
+                    self._preempt_youngest()
 
-    def _admit(self) -> None:
-        while (request := self._waiting.head()) is not None and self.num_running < self._settings.max_running:
-            demand = self._policy.demand(request)
-            allocation = self._ledger.reserve(demand.tokens_now, demand.tokens_max)
-            if allocation is None:
+    def _grow(self, entry: Entry) -> bool:
+        if entry.allocation is None:
+            raise InvariantBroken(f"request {entry.request.request_id} runs without blocks")
+        return self._ledger.grow(entry.allocation, len(entry.token_ids))
+
+    def _preempt_youngest(self) -> None:
+        """Its blocks are released, and what it generated is kept; it waits in front to be computed again."""
+        for entry in reversed(self._running.values()):
+            if entry.phase is not Phase.HELD and entry.allocation is not None:
+                self._stop(entry)
+                self._ledger.release(entry.allocation)
+                self._admission.put_back(entry)
                 return
-            self._waiting.pop_head()
-            self._running[request.request_id] = _Running(
-                request, allocation, [*request.prompt_ids, *request.generated_ids]
-            )
+        raise InvariantBroken("no block is free and nothing that runs can step back")
 
-    def _decode_run(self, entry: _Running, budget: StepBudget) -> RowRun:
-        budget.charge(1, entry.request.params.loops)
-        if not self._ledger.grow(entry.allocation, entry.num_computed + 1):
-            raise InvariantBroken(f"request {entry.request.request_id} could not grow inside its promise")
-        return self._run(entry, entry.num_computed + 1)
+    def _prefill_runs(self, decode_loops: int) -> list[RowRun]:
+        if not self._prefilling:
+            return []
+        share = self._share() if decode_loops else None
+        budget = StepBudget(self._settings.max_token_loops, share)
+        budget.charge_decode(decode_loops)
+        runs: list[RowRun] = []
+        for entry in self._prefilling.values():
+            run = self._prefill_run(entry, budget, must_progress=not decode_loops and not runs)
+            if run is not None:
+                runs.append(run)
+        return runs
 
-    def _prefill_run(self, entry: _Running, budget: StepBudget, must_progress: bool) -> RowRun | None:
-        depth, block_size = entry.request.params.loops, self._ledger.block_size
-        most = min(self._settings.chunk_tokens, budget.tokens_left(depth))
-        end = chunk_end(entry.num_computed, len(entry.token_ids), most, block_size)
-        if end == entry.num_computed:
+    def _share(self) -> int | None:
+        """Prompt tokens that each loop may carry beside decode rows; None: no bound was asked for."""
+        if self._settings.prefill_tokens_per_loop is not None:
+            return self._settings.prefill_tokens_per_loop
+        if self._settings.decode_step_bound_s is None:
+            return None
+        deepest = max(entry.depth for entry in self._prefilling.values())
+        return share_within(self.meter.cost, self._settings.decode_step_bound_s, deepest)
+
+    def _prefill_run(self, entry: Entry, budget: StepBudget, must_progress: bool) -> RowRun | None:
+        block_size, total = self._ledger.block_size, len(entry.token_ids)
+        most = min(self._settings.chunk_tokens, budget.tokens_left(entry.depth))
+        if not most:
             if not must_progress:
                 return None
-            end = chunk_end(entry.num_computed, len(entry.token_ids), block_size, block_size)
-        budget.charge(end - entry.num_computed, depth)
-        return self._run(entry, end)
-
-    def _run(self, entry: _Running, end: int) -> RowRun:
-        request = entry.request
-        sampling = None
-        if end == len(entry.token_ids):
-            sampling = Sampling(end, entry.num_generated, _history(entry))
+            most = block_size
+        end = chunk_end(entry.num_computed, total, most, block_size)
+        budget.charge_prompt(end - entry.num_computed, entry.depth)
+        if entry.allocation is None:
+            raise InvariantBroken(f"request {entry.request.request_id} runs without blocks")
         return RowRun(
-            request_id=request.request_id,
+            request_id=entry.request.request_id,
             allocation=entry.allocation,
-            params=request.params,
+            params=entry.request.params,
             first_position=entry.num_computed,
             token_ids=tuple(entry.token_ids[entry.num_computed : end]),
-            sampling=sampling,
+            sampling=Sampling(end, entry.num_generated, entry.history()) if end == total else None,
+            writes=entry.num_cached < total,
+        )
+
+    def _segments(self, groups: list[DecodeGroup], runs: list[RowRun]) -> tuple[Segment, ...]:
+        decode = {group.depth: group.plan() for group in groups}
+        depths = sorted({*decode, *(run.params.loops for run in runs)})
+        return tuple(
+            Segment(0, depth, tuple(run for run in runs if run.params.loops == depth), decode.get(depth))
+            for depth in depths
         )
 
     # ---- commit
@@ -219,33 +256,29 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """Take a step's result. Requests that were removed meanwhile are passed over."""
         self._take_in_flight(plan)
-        sampled = {token.request_id: token for token in result.tokens}
-        rows: list[TokenRow] = []
+        columns: list[TokenColumns] = []
         chunks: list[ChunkDone] = []
         lost: list[RequestLost] = []
-        for run in plan.runs:
-            entry = self._running.get(run.request_id)
-            if entry is None or entry.allocation is not run.allocation:
-                continue
-            self._ledger.mark_written(run.allocation, run.first_position, run.num_tokens, run.params.loops)
-            entry.num_computed += run.num_tokens
-            if entry.phase is _Phase.PREFILL:
-                done = run.sampling is not None
-                chunks.append(ChunkDone(run.request_id, run.allocation, entry.num_computed, is_last=done))
-            if run.sampling is None:
-                continue
-            token = sampled[run.request_id]
-            if token.token_id is None:
-                lost.append(self._lose(entry, "the model's logits are not finite"))
-            else:
-                rows.append(self._accept(entry, token.token_id, token.logprobs))
+        at = 0
+        for segment in plan.segments:
+            if segment.decode is not None:
+                end = at + len(segment.decode)
+                logprobs = {i - at: one for i, one in result.logprobs.items() if at <= i < end}
+                columns.append(self._commit_decode(segment, result.token_ids[at:end], logprobs, lost))
+                at = end
+            for run in segment.runs:
+                chosen = None
+                if run.sampling is not None:
+                    chosen = (result.token_ids[at], result.logprobs.get(at))
+                    at += 1
+                self._commit_run(run, chosen, columns, chunks, lost)
         self._ledger.step_done(plan.step)
-        return StepOutcome(plan.step, tuple(rows), tuple(chunks), tuple(lost))
+        return StepOutcome(plan.step, tuple(columns), tuple(chunks), tuple(lost))
 
     def abandon(self, plan: StepPlan, detail: str) -> StepOutcome:
         """A step could not be computed: every request in it is given up, and nothing else."""
         self._take_in_flight(plan)
-        entries = [self._running.get(run.request_id) for run in plan.runs]
+        entries = [self._running.get(name) for name in plan.request_ids]
         lost = tuple(self._lose(entry, detail) for entry in entries if entry is not None)
         self._ledger.step_done(plan.step)
         return StepOutcome(plan.step, (), (), lost)
@@ -255,9 +288,47 @@ class Scheduler:
             raise InvariantBroken(f"step {plan.step} is not the one in flight")
         self._in_flight = None
 
-    def _accept(self, entry: _Running, token_id: int, logprobs: TokenLogprobs | None) -> TokenRow:
-        request, params = entry.request, entry.request.params
-        position = len(entry.token_ids)
+    def _commit_decode(
+        self, segment: Segment, tokens: Sequence[int], logprobs: dict[int, TokenLogprobs], lost: list[RequestLost]
+    ) -> TokenColumns:
+        group = self._decoding[segment.last_loop]
+        if segment.decode is None:
+            raise InvariantBroken("a segment without decode rows has none to commit")
+        columns, ended, failed = group.commit(segment.decode, tokens, logprobs)
+        for entry in group.whole_blocks(self._ledger.block_size):
+            self._publish(entry)
+        for entry in ended:
+            self._publish(entry)
+            self._finish(entry)
+        lost += [self._lose(entry, _NOT_FINITE_TEXT) for entry in failed]
+        return columns
+
+    def _commit_run(
+        self,
+        run: RowRun,
+        chosen: tuple[int, TokenLogprobs | None] | None,
+        columns: list[TokenColumns],
+        chunks: list[ChunkDone],
+        lost: list[RequestLost],
+    ) -> None:
+        entry = self._running.get(run.request_id)
+        if entry is None or entry.allocation is not run.allocation:
+            return
+        if run.writes:
+            self._ledger.mark_written(run.allocation, run.first_position, run.num_tokens, entry.depth)
+        entry.num_computed += run.num_tokens
+        self._publish(entry)
+        chunks.append(ChunkDone(run.request_id, run.allocation, entry.num_computed, is_last=chosen is not None))
+        if chosen is None:
+            return
+        token_id, logprobs = chosen
+        if token_id == NOT_FINITE:
+            lost.append(self._lose(entry, _NOT_FINITE_TEXT))
+            return
+        columns.append(self._first_token(entry, token_id, logprobs))
+
+    def _first_token(self, entry: Entry, token_id: int, logprobs: TokenLogprobs | None) -> TokenColumns:
+        params, position = entry.request.params, len(entry.token_ids)
         finish = None
         if token_id in params.stop_ids:
             finish = FinishReason.STOP
@@ -265,38 +336,60 @@ class Scheduler:
             entry.token_ids.append(token_id)
             if entry.num_generated >= params.max_tokens:
                 finish = FinishReason.LENGTH
-        is_stop = finish is FinishReason.STOP
-        row = TokenRow(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            position=position,
-            token_id=None if is_stop else token_id,
-            depth=params.loops,
-            finish=finish,
-            logprobs=None if is_stop else logprobs,
-        )
         if self._policy.holds_after_first_token:
-            entry.phase = _Phase.HELD
+            del self._prefilling[entry.request.request_id]
+            entry.phase = Phase.HELD
+            self._num_held += 1
         elif finish is not None:
-            del self._running[request.request_id]
-            self._ledger.release(entry.allocation)
+            self._finish(entry)
         else:
-            entry.phase = _Phase.DECODE
-        return row
+            del self._prefilling[entry.request.request_id]
+            self._start_decoding(entry)
+        return TokenColumns(
+            entry.depth,
+            (entry.request,),
+            (position,),
+            (token_id,),
+            {0: finish} if finish is not None else {},
+            {0: logprobs} if logprobs is not None else {},
+        )
 
-    def _lose(self, entry: _Running, detail: str) -> RequestLost:
-        del self._running[entry.request.request_id]
+    # ---- ways in and out of running
+
+    def _start_decoding(self, entry: Entry) -> None:
+        entry.phase = Phase.DECODE
+        if entry.depth not in self._decoding:
+            self._decoding[entry.depth] = DecodeGroup(entry.depth, self._ledger)
+        self._decoding[entry.depth].add(entry)
+
+    def _stop(self, entry: Entry) -> None:
+        """Take an entry out of running; its blocks are the caller's."""
+        name = entry.request.request_id
+        del self._running[name]
+        self._prefilling.pop(name, None)
+        if entry.phase is Phase.DECODE:
+            self._decoding[entry.depth].discard(entry)
+        elif entry.phase is Phase.HELD:
+            self._num_held -= 1
+        self._admission.computed(entry)
+        entry.phase = Phase.WAITING
+
+    def _finish(self, entry: Entry) -> None:
+        if entry.allocation is None:
+            raise InvariantBroken(f"request {entry.request.request_id} ended without blocks")
+        self._stop(entry)
+        self._ledger.release(entry.allocation)
+
+    def _lose(self, entry: Entry, detail: str) -> RequestLost:
+        if entry.allocation is None:
+            raise InvariantBroken(f"request {entry.request.request_id} ran without blocks")
+        self._stop(entry)
         return RequestLost(entry.request.request_id, entry.allocation, Cause.INTERNAL, detail)
 
-
-def _by_depth(runs: list[RowRun]) -> tuple[Segment, ...]:
-    depths = sorted({run.params.loops for run in runs})
-    return tuple(Segment(0, depth, tuple(run for run in runs if run.params.loops == depth)) for depth in depths)
-
-
-def _history(entry: _Running) -> TokenHistory:
-    params = entry.request.params
-    if params.repetition_penalty == 1.0 and not params.presence_penalty and not params.frequency_penalty:
-        return TokenHistory()
-    num_prompt = len(entry.request.prompt_ids)
-    return TokenHistory(tuple(entry.token_ids[:num_prompt]), tuple(entry.token_ids[num_prompt:]))
+    def _publish(self, entry: Entry) -> None:
+        """Let others find the blocks that this entry has filled."""
+        if entry.digests is None or entry.allocation is None:
+            return
+        entry.digests.extend(entry.token_ids)
+        self._ledger.publish(entry.allocation, entry.digests.digests, entry.depth)
+        self._admission.published(entry)

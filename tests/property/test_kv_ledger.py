@@ -1,20 +1,24 @@
 """Pool and ledger against plain oracles: sets of ids, and a list of who holds what."""
 
 import os
+from collections.abc import Callable
 
+import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from loopline.errors import InvariantBroken, WrittenContractBroken
 from loopline.identity import BlockRun
 from loopline.kv.block_pool import BlockPool, ids_of, runs_of
+from loopline.kv.digests import BlockDigests, prefix_root
 from loopline.kv.ledger import Allocation, Ledger
 
 SOAK = os.environ.get("LOOPLINE_SOAK") == "1"
 EXAMPLES = 500 if SOAK else 40
-TOTAL, BLOCK_SIZE = 24, 4
+TOTAL, BLOCK_SIZE, DEPTH = 24, 4, 2
+TEXTS = ("one", "two")
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -68,7 +72,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """The ledger against a table of holders, promises and a model of steps that lag behind."""
+    """The ledger against a table of holders, promises and cached digests, with steps that end late."""
 
     held = Bundle("held")
 
@@ -76,39 +80,72 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.ledger = Ledger(TOTAL, BLOCK_SIZE)
         self.most: dict[Allocation, int] = {}
+        self.digests: dict[Allocation, list[bytes]] = {}
         self.last_step: dict[Allocation, int] = {}
         self.may_be_written: list[tuple[int, frozenset[int]]] = []  # released blocks and the step that may write them
         self.quarantined: list[list[int]] = []
+        self.cached: dict[bytes, int] = {}  # digest -> block, held or not
         self.step = 0
         self.done = 0
+
+    # ---- the oracle
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // BLOCK_SIZE)
 
-    def owned(self) -> int:
-        return sum(len(self.ledger.block_ids(one)) for one in self.most) + sum(len(ids) for ids in self.quarantined)
+    def ids(self, allocation: Allocation) -> list[int]:
+        return self.ledger.block_ids(allocation)
 
-    @rule(target=held, now=st.integers(1, 40), more=st.integers(0, 60))
-    def reserve(self, now: int, more: int) -> Allocation | None:
-        counts = self.ledger.counts()
-        allocation = self.ledger.reserve(now, now + more)
-        wanted = self.blocks(now + more)
-        assert (allocation is not None) == (wanted <= counts.free - self.promised())
+    def held_blocks(self) -> set[int]:
+        return {block for one in self.most for block in self.ids(one)}
+
+    def promised(self) -> int:
+        return sum(max(0, self.blocks(most) - len(self.ids(one))) for one, most in self.most.items())
+
+    def off_limits(self) -> set[int]:
+        """Blocks that nobody may be given now."""
+        waiting = {block for step, ids in self.may_be_written if step > self.done for block in ids}
+        return self.held_blocks() | waiting | {block for ids in self.quarantined for block in ids}
+
+    def taken(self, block_ids: list[int]) -> None:
+        """Fresh blocks of an allocation: what they cached before is gone."""
+        assert not set(block_ids) & self.before, "a block was handed out that somebody uses or may still write"
+        for digest in [digest for digest, block in self.cached.items() if block in block_ids]:
+            del self.cached[digest]
+
+    # ---- rules
+
+    @rule(target=held, now=st.integers(1, 40), more=st.integers(0, 60), text=st.sampled_from(TEXTS))
+    def reserve(self, now: int, more: int, text: str) -> Allocation | None:
+        digests = BlockDigests(prefix_root(text), BLOCK_SIZE)
+        digests.extend(range(now))
+        chain = list(digests.digests)
+        hits = 0
+        while hits < len(chain) and chain[hits] in self.cached:
+            hits += 1
+        shared = [self.cached[digest] for digest in chain[:hits]]
+        self.before = self.off_limits()
+        room = TOTAL - len(self.before) - self.promised() - len(set(shared) - self.before)
+        allocation = self.ledger.reserve(now, now + more, chain, DEPTH)
+        assert (allocation is not None) == (self.blocks(now + more) - hits <= room)
         if allocation is None:
             return None
-        assert len(self.ledger.block_ids(allocation)) == self.blocks(now)
-        self.most[allocation] = now + more
+        assert self.ids(allocation)[:hits] == shared
+        assert self.ledger.written_tokens(allocation, DEPTH) == hits * BLOCK_SIZE
+        assert len(self.ids(allocation)) == self.blocks(now)
+        self.taken(self.ids(allocation)[hits:])
+        self.most[allocation], self.digests[allocation] = now + more, chain
         self.last_step[allocation] = 0
         return allocation
 
-    def promised(self) -> int:
-        return sum(max(0, self.blocks(most) - len(self.ledger.block_ids(one))) for one, most in self.most.items())
-
     @rule(allocation=held, share=st.floats(0, 1))
     def grow_inside_the_promise_never_fails(self, allocation: Allocation | None, share: float) -> None:
-        if allocation in self.most:
-            assert allocation is not None
-            assert self.ledger.grow(allocation, max(1, int(self.most[allocation] * share)))
+        if allocation not in self.most:
+            return
+        assert allocation is not None
+        self.before, old = self.off_limits(), len(self.ids(allocation))
+        assert self.ledger.grow(allocation, max(1, int(self.most[allocation] * share)))
+        self.taken(self.ids(allocation)[old:])
 
     @rule(allocation=held, count=st.integers(1, 9))
     def compute(self, allocation: Allocation | None, count: int) -> None:
@@ -116,17 +153,35 @@ class LedgerMachine(RuleBasedStateMachine):
         if allocation not in self.most:
             return
         assert allocation is not None
-        first = self.ledger.written_tokens(allocation, 1)
-        if first + count > len(self.ledger.block_ids(allocation)) * BLOCK_SIZE:
+        first = self.ledger.written_tokens(allocation, DEPTH)
+        if first + count > len(self.ids(allocation)) * BLOCK_SIZE:
             with pytest.raises(WrittenContractBroken):
-                self.ledger.begin_run(allocation, first, count, 1, self.step + 1)
+                self.ledger.begin_run(allocation, first, count, DEPTH, self.step + 1)
             return
         self.step += 1
-        self.ledger.begin_run(allocation, first, count, 1, self.step)
-        self.ledger.mark_written(allocation, first, count, 1)
+        self.ledger.begin_run(allocation, first, count, DEPTH, self.step)
+        self.ledger.mark_written(allocation, first, count, DEPTH)
         self.last_step[allocation] = self.step
         with pytest.raises(WrittenContractBroken):
-            self.ledger.begin_run(allocation, first + count + 1, 1, 1, self.step)
+            self.ledger.begin_run(allocation, first + count + 1, 1, DEPTH, self.step)
+
+    @rule(allocation=held)
+    def publish(self, allocation: Allocation | None) -> None:
+        if allocation not in self.most:
+            return
+        assert allocation is not None
+        self.ledger.publish(allocation, self.digests[allocation], DEPTH)
+        whole = self.ledger.written_tokens(allocation, DEPTH) // BLOCK_SIZE
+        for digest, block in list(zip(self.digests[allocation], self.ids(allocation), strict=False))[:whole]:
+            if self.cached.setdefault(digest, block) != block:
+                break
+        if (
+            whole
+            and self.cached.get(self.digests[allocation][0] if self.digests[allocation] else b"")
+            == (self.ids(allocation)[0])
+        ):
+            with pytest.raises(WrittenContractBroken):
+                self.ledger.begin_run(allocation, 0, 1, DEPTH, self.step + 1)
 
     @rule(ended=st.integers(0, 3))
     def steps_end(self, ended: int) -> None:
@@ -138,7 +193,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if allocation not in self.most:
             return
         assert allocation is not None
-        ids = frozenset(self.ledger.block_ids(allocation))
+        ids = frozenset(self.ids(allocation))
         self.ledger.release(allocation)
         self.forget(allocation, ids)
         with pytest.raises(InvariantBroken):
@@ -149,37 +204,78 @@ class LedgerMachine(RuleBasedStateMachine):
         if allocation not in self.most:
             return
         assert allocation is not None
-        ids = list(self.ledger.block_ids(allocation))
+        ids = self.ids(allocation)
         kept = data.draw(st.lists(st.sampled_from(ids), unique=True))
         self.ledger.quarantine(allocation, kept)
         self.quarantined.append(kept)
         self.forget(allocation, frozenset(ids) - frozenset(kept))
 
     def forget(self, allocation: Allocation, freed: frozenset[int]) -> None:
-        del self.most[allocation]
-        self.may_be_written.append((self.last_step.pop(allocation), freed))
+        del self.most[allocation], self.digests[allocation]
+        private = freed - frozenset(self.cached.values())
+        self.may_be_written.append((self.last_step.pop(allocation), private))
 
     @precondition(lambda self: self.quarantined)
     @rule()
     def free_quarantined(self) -> None:
         ids = self.quarantined.pop()
         self.ledger.free_quarantined(ids)
-        if ids:
-            with pytest.raises(InvariantBroken):
-                self.ledger.free_quarantined(ids)
 
     @invariant()
     def books_add_up(self) -> None:
         self.ledger.audit()
         assert self.ledger.num_promised_blocks == self.promised()
-        waiting = [ids for step, ids in self.may_be_written if step > self.done]
-        assert self.ledger.counts().free == TOTAL - self.owned() - sum(map(len, waiting))
-        out = {block for one in self.most for block in self.ledger.block_ids(one)}
-        for ids in waiting:
-            assert not out & ids, "a block was handed out before the step that may write it had ended"
+        counts = self.ledger.counts()
+        assert counts.free + counts.cached == TOTAL - len(self.off_limits())
+        assert self.ledger.num_free_blocks == counts.free + counts.cached
+        assert counts.cached == len(set(self.cached.values()) - self.off_limits())
 
 
 TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=EXAMPLES, stateful_step_count=40, deadline=None)
+
+
+RUNS = st.lists(st.tuples(st.sampled_from([0, 0, 0, 1, -1]), st.integers(1, 5), st.integers(1, 3)), max_size=8)
+
+
+@settings(max_examples=EXAMPLES * 4, deadline=None)
+@given(RUNS)
+def test_a_run_is_exactly_its_positions_one_by_one(runs: list[tuple[int, int, int]]) -> None:
+    """`begin_run` and `mark_written` of a run against single positions, and both against the columns' fast path."""
+    ledger = Ledger(TOTAL, BLOCK_SIZE)
+    whole, single, column = (ledger.reserve(28, 28) for _ in range(3))
+    assert whole is not None and single is not None and column is not None
+    row = np.array([ledger.row_of(column)])
+
+    def outcome(act: Callable[[], None]) -> bool:
+        try:
+            act()
+        except WrittenContractBroken:
+            return False
+        return True
+
+    def by_run(first: int, count: int, depth: int) -> None:
+        ledger.begin_run(whole, first, count, depth, 1)
+        ledger.mark_written(whole, first, count, depth)
+
+    def one_by_one(first: int, count: int, depth: int) -> None:
+        for position in range(first, first + count):
+            ledger.begin_run(single, position, 1, depth, 1)
+            ledger.begin_rows(row, np.array([position]), depth, 1)
+            ledger.mark_written(single, position, 1, depth)
+            ledger.mark_rows(row, np.array([position]), depth)
+
+    for offset, count, depth in runs:
+        first = max(0, ledger.written_tokens(whole, 1) + offset)
+        expected = outcome(lambda f=first, c=count, d=depth: by_run(f, c, d))
+        assert outcome(lambda f=first, c=count, d=depth: one_by_one(f, c, d)) == expected
+        if not expected:
+            return
+        for at_depth in (1, 2, 3):
+            assert (
+                ledger.written_tokens(whole, at_depth)
+                == ledger.written_tokens(single, at_depth)
+                == ledger.written_tokens(column, at_depth)
+            )

@@ -27,18 +27,21 @@ def test_a_gap_cannot_be_marked_written() -> None:
     ledger = Ledger(8, 4)
     allocation = ledger.reserve(16, 16)
     assert allocation is not None
-    with pytest.raises(WrittenContractBroken, match="unwritten"):
+    with pytest.raises(WrittenContractBroken, match="0 is the next"):
         ledger.mark_written(allocation, 1, 2, 1)
 
 
-def test_rewriting_replaces_the_depth_from_there_on() -> None:
+def test_what_was_written_is_never_written_again() -> None:
     ledger = Ledger(8, 4)
     allocation = ledger.reserve(16, 16)
     assert allocation is not None
     ledger.mark_written(allocation, 0, 8, 3)
-    ledger.mark_written(allocation, 5, 3, 1)
-    assert ledger.written_tokens(allocation, 3) == 5
-    assert ledger.written_tokens(allocation, 1) == 8
+    for first in (0, 5, 7):
+        with pytest.raises(WrittenContractBroken, match="again"):
+            ledger.begin_run(allocation, first, 1, 3, step=1)
+        ledger.begin_run(allocation, first, 1, 3, step=1, writes=False)
+    with pytest.raises(WrittenContractBroken, match="not written"):
+        ledger.begin_run(allocation, 8, 1, 3, step=1, writes=False)
 
 
 def test_a_released_block_waits_for_its_last_step() -> None:

@@ -1,0 +1,1 @@
+"""Measuring what Loopline itself costs. Commands call it; nothing that serves imports it."""

@@ -1,0 +1,172 @@
+"""Who waits for blocks, who is let in, and who stands in front again after a preemption. Private to `loopline.sched`.
+
+First come, first served, with one exception: while the first in line does not fit, younger requests that do fit may
+pass it, `max_passes` times in all; then nobody does until it is in. A request that can never fit is refused at once.
+
+Growth is promised at admission: `growth_share` of what a request may still grow by. With 1, whatever runs can finish;
+below 1 more requests run at once, and when blocks run out the youngest steps back and is computed again.
+
+Of requests with a common prefix one computes it while the others wait for its blocks.
+"""
+
+from collections.abc import Sequence
+
+from loopline.identity import Cause
+from loopline.kv.digests import BlockDigests, prefix_root
+from loopline.kv.ledger import Allocation, Ledger
+from loopline.request import Request
+from loopline.sched.entry import Entry, Phase
+from loopline.sched.policy import RolePolicy
+from loopline.sched.queue import WaitingQueue
+from loopline.settings import SchedulerSettings
+
+_LOOK_AHEAD = 16
+"""Most waiting requests that one tick looks at, so that a long queue costs no more than a short one."""
+
+
+class Admission:
+    """Invariants: a tick looks at a bounded number of requests, and at none while nothing has changed since the last
+    one; digests of a request are computed once, however often it is tried."""
+
+    def __init__(
+        self, ledger: Ledger, settings: SchedulerSettings, policy: RolePolicy, prefix_parts: tuple[str, ...] | None
+    ) -> None:
+        self._ledger = ledger
+        self._settings = settings
+        self._policy = policy
+        self._prefix_parts = prefix_parts
+        self._roots: dict[int, bytes] = {}  # by depth
+        self._waiting = WaitingQueue(settings.max_waiting)
+        self._computing: dict[bytes, Entry] = {}  # digest of a block that is being computed -> who does it
+        self._news = 0  # counts what may let a waiting request in
+        self._stuck_at: tuple[int, ...] | None = None
+        self.num_preempted = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    @property
+    def token_loops(self) -> int:
+        """Work that waits."""
+        return self._waiting.token_loops
+
+    # ---- the queue
+
+    def submit(self, request: Request) -> Cause | None:
+        """Queue a request; a cause means it was refused."""
+        if self.never_fits(request):
+            return Cause.TOO_LARGE
+        self._news += 1
+        return None if self._waiting.push(self.entry_of(request)) else Cause.NO_ROOM
+
+    def entry_of(self, request: Request) -> Entry:
+        """A new entry, with the digests of its whole blocks where prefixes are shared."""
+        return Entry.of(request, self._digests(request))
+
+    def put_back(self, entry: Entry) -> None:
+        """An entry that was preempted waits in front of all others."""
+        entry.phase, entry.allocation = Phase.WAITING, None
+        entry.num_computed = entry.num_cached = 0
+        self.num_preempted += 1
+        self._news += 1
+        self._waiting.push_front(entry)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a waiting request, if there is one of that id."""
+        if self._waiting.remove(request_id) is not None:
+            self._news += 1
+
+    def never_fits(self, request: Request) -> bool:
+        """Whether the whole arena would be too small."""
+        demand = self._policy.demand(request, request.num_known_tokens)
+        return self._ledger.blocks_for(demand.tokens_max) > self._ledger.total_blocks
+
+    # ---- letting in
+
+    def admit(self, num_running: int) -> list[Entry]:
+        """Entries that run from now on, with their blocks; `num_running` do already."""
+        admitted: list[Entry] = []
+        if not len(self._waiting) or num_running >= self._settings.max_running:
+            return admitted
+        state = (self._news, num_running, self._ledger.num_free_blocks, self._ledger.num_promised_blocks)
+        if state == self._stuck_at:
+            return admitted
+        blocked: Entry | None = None
+        for entry in self._waiting.first(_LOOK_AHEAD):
+            if num_running + len(admitted) >= self._settings.max_running:
+                break
+            if self._waits_for_prefix(entry):
+                continue
+            if blocked is not None and blocked.num_passed >= self._settings.max_passes:
+                break
+            if not self._let_in(entry):
+                blocked = blocked or entry
+                continue
+            admitted.append(entry)
+            if blocked is not None:
+                blocked.num_passed += 1
+        if not admitted:
+            self._stuck_at = state
+        return admitted
+
+    def hold(self, request: Request, num_known_tokens: int, digests: Sequence[bytes]) -> Allocation | None:
+        """Blocks for a request's known tokens, and a promise for its growth; None if there is no room."""
+        demand = self._policy.demand(request, num_known_tokens)
+        growth = demand.tokens_max - demand.tokens_now
+        most = demand.tokens_now + int(growth * self._settings.growth_share + 0.5)
+        return self._ledger.reserve(demand.tokens_now, most, digests, request.params.loops)
+
+    def _let_in(self, entry: Entry) -> bool:
+        digests = list(entry.digests.digests) if entry.digests is not None else []
+        num_known = len(entry.token_ids)
+        allocation = self.hold(entry.request, num_known, digests)
+        if allocation is None:
+            return False
+        self._waiting.remove(entry.request.request_id)
+        entry.allocation, entry.phase = allocation, Phase.PREFILL
+        entry.num_cached = self._ledger.written_tokens(allocation, entry.depth)
+        # All of it cached: the last token is computed again, because its logits are what comes next.
+        entry.num_computed = min(entry.num_cached, num_known - 1)
+        for digest in digests[entry.num_cached // self._ledger.block_size :]:
+            self._computing.setdefault(digest, entry)
+        return True
+
+    # ---- common prefixes
+
+    def published(self, entry: Entry) -> None:
+        """Blocks of this entry can be found now: who waited for them may go on."""
+        if self._forget_computing(entry, only_written=True):
+            self._news += 1
+
+    def computed(self, entry: Entry) -> None:
+        """This entry computes nothing any more, whatever it has done."""
+        if self._forget_computing(entry, only_written=False):
+            self._news += 1
+
+    def _forget_computing(self, entry: Entry, only_written: bool) -> bool:
+        if entry.digests is None or not self._computing:
+            return False
+        end = entry.num_computed // self._ledger.block_size if only_written else len(entry.digests.digests)
+        forgotten = [digest for digest in entry.digests.digests[:end] if self._computing.get(digest) is entry]
+        for digest in forgotten:
+            del self._computing[digest]
+        return bool(forgotten)
+
+    def _waits_for_prefix(self, entry: Entry) -> bool:
+        """Is the first block that this entry lacks being computed by another?"""
+        if entry.digests is None or not self._computing:
+            return False
+        digests = entry.digests.digests
+        num_hits = len(self._ledger.prefix.match(digests))
+        return num_hits < len(digests) and digests[num_hits] in self._computing
+
+    def _digests(self, request: Request) -> BlockDigests | None:
+        if self._prefix_parts is None:
+            return None
+        depth = request.params.loops
+        if depth not in self._roots:
+            self._roots[depth] = prefix_root(*self._prefix_parts, str(depth))
+        return BlockDigests(self._roots[depth], self._ledger.block_size)
