@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from coordinator.effects import Assigned, Send
 from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, host_of
-from loopline.identity import Role, WorkerId, WorkerLoad, WorkerState
+from loopline.identity import Capacity, Role, WorkerId, WorkerLoad, WorkerState
 from loopline.messages import Heartbeat, Pair, PairFailed, PairReady, PeerGone, Register
 
 _LOG = logging.getLogger(__name__)
@@ -79,6 +79,9 @@ class Registry:
         quarantine for one of them.
         """
         peer = register.peer
+        wrong = _capacity_fault(register.capacity)
+        if wrong is not None:
+            return Refused(f"worker {peer.name}: {wrong}", retry=False)
         if peer.worker in self._alive or peer.worker in self._lost:
             reason = f"worker {peer.name}: epoch {peer.worker.epoch} of {peer.worker.uuid} has joined before"
             return Refused(reason, retry=False)
@@ -240,6 +243,14 @@ def _may_pair(one: _Member, other: _Member) -> bool:
 
 def _is_pair(prefill: _Member, decode: _Member) -> bool:
     return prefill.register.role is Role.PREFILL and _may_pair(prefill, decode)
+
+
+def _capacity_fault(capacity: Capacity) -> str | None:
+    """What makes a capacity impossible; a worker that says such a thing is not one of ours."""
+    for name in ("block_size", "total_blocks", "max_running", "token_bytes"):
+        if getattr(capacity, name) < 1:
+            return f"{name} is {getattr(capacity, name)}; allowed: 1 and above"
+    return None
 
 
 def _pair(one: _Member, other: _Member) -> list[Send]:

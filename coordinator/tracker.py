@@ -180,6 +180,7 @@ class Tracker:
         if life.state not in _WITH_TOKENS or not life.is_prefill(worker) or message.attempt != life.request.attempt:
             return self._ignore(Cause.STALE)
         life.stats = message.stats
+        life.cached_tokens = max(life.cached_tokens, message.stats.cached_tokens)
         life.prefill_running = False
         return self._take_row(life, worker, message.token)
 

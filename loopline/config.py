@@ -24,6 +24,7 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
 MessageBytes = Annotated[int, Field(ge=65536, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
@@ -31,6 +32,9 @@ UcxName = Annotated[str, Field(pattern=r"^UCX_[A-Z0-9_]+$")]
 _PATTERNS = {r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:N", r"^UCX_[A-Z0-9_]+$": "a name UCX_..."}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most"}
 _CROSS = "cross_check"
+
+
+_PREFIX_CACHE = {"auto": "auto", True: "on", False: "off"}  # YAML 1.1 reads on and off as booleans
 
 
 class Section(BaseModel):
@@ -57,6 +61,8 @@ class KVConfig(Section):
 
     block_size: Count = 16
     """Tokens a block."""
+    prefix_cache: Literal["auto", True, False] = "auto"
+    """Whether prefill workers keep prompts' KV and find it again. auto: where KV depends on tokens alone (Ouro)."""
 
 
 class CoordinatorConfig(Section):
@@ -108,6 +114,10 @@ class PrefillConfig(WorkerGroup):
 
 class DecodeConfig(WorkerGroup):
     """Workers that generate tokens."""
+
+    growth_share: Share = 1.0
+    """Part of an answer's possible growth that is promised when it is let in; below 1 more answers run at once, and the
+    youngest may be preempted and computed again."""
 
 
 class TransferConfig(Section):
@@ -204,6 +214,7 @@ class ClusterConfig(Section):
             dtype=self.model.dtype,
             max_loops=self.model.max_loops,
             block_size=self.kv.block_size,
+            prefix_cache=_PREFIX_CACHE[self.kv.prefix_cache],
             num_blocks=group.num_blocks,
             memory_fraction=group.memory_fraction,
             max_arena_bytes=group.max_arena_bytes,
@@ -214,6 +225,7 @@ class ClusterConfig(Section):
                 max_waiting=group.max_waiting,
                 chunk_tokens=group.chunk_tokens,
                 max_token_loops=group.max_token_loops,
+                growth_share=self.decode.growth_share if role == "decode" else 1.0,
             ),
         )
 

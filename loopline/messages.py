@@ -96,6 +96,7 @@ class HandoffStats:
     num_bytes: int
     transport: str
     prefill_s: float
+    cached_tokens: int = 0  # prompt tokens that the prefill worker found and did not compute
 
 
 @dataclass(frozen=True)

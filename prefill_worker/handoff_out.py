@@ -85,6 +85,7 @@ class _Outgoing:
     next_block: int  # first block that no push carries yet
     pushes: list[PushRange] = field(default_factory=list)
     descriptors: int = 0
+    cached_tokens: int = 0
     transport: str = ""
     is_committed: bool = False
 
@@ -232,6 +233,7 @@ class HandoffOut:
 
     def _push(self, out: _Outgoing, chunk: ChunkDone) -> None:
         """Push the blocks that this chunk completed; with the last chunk the partial last block too."""
+        out.cached_tokens = chunk.num_cached
         block_size = self._engine.ledger.block_size
         whole = chunk.num_computed // block_size
         end = self._engine.ledger.blocks_for(chunk.num_computed) if chunk.is_last else whole
@@ -253,6 +255,7 @@ class HandoffOut:
             num_bytes=num_blocks * self._engine.layout.block_bytes,
             transport=out.transport,
             prefill_s=self._clock.now_s() - out.began_s,
+            cached_tokens=out.cached_tokens,
         )
         self._ports.to_coordinator(Prefilled(out.key, out.request.attempt, row, stats))
         if row.finish is not None:  # the answer is whole: nothing is left to decode, the reservation is not needed

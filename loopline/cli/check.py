@@ -27,6 +27,10 @@ def check(*, config: Config, as_json: Json = False) -> None:
         f"KV: {plan['num_planes']} planes, {plan['token_bytes']:,} bytes a token, "
         f"{plan['block_bytes']:,} bytes a block of {plan['block_size']}"
     )
+    console.print(
+        f"    {plan['packing']:.2f}x the tokens of a layout that keeps every layer at every loop "
+        f"({plan['unpacked_token_bytes']:,} bytes a token)"
+    )
     table = Table("role", "workers", "device", "blocks each", "arena bytes each", "tokens each")
     for role in ("prefill", "decode"):
         group = plan["workers"][role]
@@ -55,6 +59,8 @@ def make_plan(config: ClusterConfig) -> dict[str, Any]:
         "has_chat_template": codec is not None and codec.has_chat_template,
         "num_planes": layout.num_planes,
         "token_bytes": layout.token_bytes,
+        "unpacked_token_bytes": layout.unpacked_token_bytes,
+        "packing": layout.unpacked_token_bytes / layout.token_bytes,
         "block_size": layout.block_size,
         "block_bytes": layout.block_bytes,
         "workers": {role: _group_plan(getattr(config, role), layout) for role in ("prefill", "decode")},

@@ -30,7 +30,7 @@ def launch(
     ready_file: Annotated[
         Path | None, typer.Option(metavar="PATH", help="File to write address and pid to once the cluster serves.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the coordinator; 0: any free one.")] = None,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port to serve at; 0: any free one.")] = None,
     run_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where logs go.")] = None,
     ready_timeout: Annotated[float, typer.Option(metavar="S", help="Most seconds until the cluster serves.")] = 600.0,
 ) -> None:
@@ -87,13 +87,14 @@ def _ready(path: Path | None, address: str) -> Iterator[None]:
 async def _show_status(console: Console, address: str) -> None:
     """A live line on a terminal, else a line for each change."""
     if not console.is_terminal:
-        await _watch(address, console.print)
+        await _watch(address, console.print, counts=False)
         return
     with console.status(f"serving at {address}") as line:
-        await _watch(address, line.update)
+        await _watch(address, line.update, counts=True)
 
 
-async def _watch(address: str, show: Callable[[str], object]) -> None:
+async def _watch(address: str, show: Callable[[str], object], counts: bool) -> None:
+    """Show what changes: the workers' states, and with `counts` how many requests run and wait."""
     shown = ""
     async with AsyncClient(address) as client:
         while True:
@@ -101,9 +102,10 @@ async def _watch(address: str, show: Callable[[str], object]) -> None:
                 words = _words(address, await client.status())
             except LooplineError as error:
                 words = f"{address} does not answer: {error}"
-            if words != shown:
-                show(words)
-                shown = words
+            said = words if counts else words.partition(";")[0]
+            if said != shown:
+                show(said)
+                shown = said
             await asyncio.sleep(_LOOK_S)
 
 

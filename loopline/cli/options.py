@@ -13,8 +13,24 @@ from loopline.intake import Chat, Prompt, RequestOptions
 from loopline.request import InitialState
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="Cluster YAML.", show_default=False)]
+
+
+def _host_and_port(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise typer.BadParameter(f"{address!r} is not HOST:PORT, such as 127.0.0.1:50051")
+    return address
+
+
 Address = Annotated[
-    str, typer.Option("--address", metavar="HOST:PORT", help="The coordinator's address.", show_default=False)
+    str,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="The coordinator's address.",
+        show_default=False,
+        callback=_host_and_port,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Deadline = Annotated[float | None, typer.Option("--deadline", metavar="S", help="Seconds after which to give up.")]
@@ -52,7 +68,7 @@ def request_options(
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Keep the most likely tokens up to this probability.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this part of the best.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Keys sampling and noise; drawn if not given.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Keys sampling and noise; drawn if not given.")] = None,
     loops: Annotated[int | None, typer.Option(help="Depth: loops per token; the model's own if not given.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not end at the model's stop ids.")] = False,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,

@@ -165,6 +165,10 @@ def error_of(error: Any, address: str, accepted: bool) -> LooplineError:
     named = _NAMED.get(dict(error.trailing_metadata() or ()).get(ERROR_KEY))
     if named is not None:
         return named(text)
-    if code is grpc.StatusCode.UNAVAILABLE:  # nobody answered
-        return WorkerLost(text) if accepted else CoordinatorUnreachable(f"{address}: {text}")
+    if code is grpc.StatusCode.UNAVAILABLE and accepted:
+        return WorkerLost(text)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return CoordinatorUnreachable(
+            f"no coordinator answers at {address}; is the cluster running? `loopline launch` says where ({text})"
+        )
     return _ERRORS.get(code, PeerError)(text if code in _ERRORS else f"{code.name}: {text}")

@@ -39,6 +39,7 @@ class Engine:
 
         `states`: where Huginn's initial states come from, if they are given and not keyed by request seed and position.
         """
+        _require_device(settings.device)
         if settings.device == "cpu":
             torch.set_num_threads(1 if settings.deterministic else settings.num_threads)
         self.settings = settings
@@ -125,3 +126,14 @@ class Engine:
 def engine_layout(spec: ModelSpec, settings: EngineSettings, dtype: str) -> KVLayout:
     """The KV layout of a model under these settings; the arena has the compute dtype."""
     return KVLayout.from_spec(spec, settings.max_loops or spec.default_loops, settings.block_size, dtype)
+
+
+def _require_device(device: str) -> None:
+    """Raise ConfigError that says what there is, unless `device` can be computed on here."""
+    kind, _, index = device.partition(":")
+    if kind == "cpu" and not index:
+        return
+    num_gpus = torch.cuda.device_count()
+    if kind != "cuda" or (index and not index.isdigit()) or int(index or 0) >= num_gpus:
+        gpus = f", cuda:0 to cuda:{num_gpus - 1}" if num_gpus else " (this machine, or this build of torch, has no GPU)"
+        raise ConfigError(f"device is {device}; allowed here: cpu{gpus}")

@@ -124,6 +124,7 @@ class ChunkDone:
     request_id: str
     allocation: Allocation
     num_computed: int
+    num_cached: int  # of these, those whose KV was found and not computed
     is_last: bool
 
 

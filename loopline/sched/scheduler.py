@@ -318,7 +318,8 @@ class Scheduler:
             self._ledger.mark_written(run.allocation, run.first_position, run.num_tokens, entry.depth)
         entry.num_computed += run.num_tokens
         self._publish(entry)
-        chunks.append(ChunkDone(run.request_id, run.allocation, entry.num_computed, is_last=chosen is not None))
+        is_last = chosen is not None
+        chunks.append(ChunkDone(run.request_id, run.allocation, entry.num_computed, entry.num_cached, is_last))
         if chosen is None:
             return
         token_id, logprobs = chosen

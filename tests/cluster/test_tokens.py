@@ -14,6 +14,7 @@ from tests.support.golden import GOLDEN, MODELS, load_case, load_trained
 
 BLOCK = 16
 CHUNK = 64
+TOKEN_BYTES = 6 * 4 * 2 * 4 * 64 * 4  # tiny-ouro: layers x loops x (k, v) x heads x width x fp32
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * CHUNK + 5)
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "min_p": 0.01, "presence_penalty": 0.3}
 TEXT = (MODELS / "train_tiny.py").read_bytes()
@@ -124,4 +125,18 @@ def test_golden_sets(name: str, tmp_path: Any) -> None:
             )
             assert answer.token_ids == case.greedy
             assert answer.text is None
+        cluster.wait_idle()
+
+
+def test_a_prefill_worker_finds_prompts_that_it_has_computed(ouro_engine: LocalEngine, tmp_path: Any) -> None:
+    """Hits of whole blocks, of everything and of a part; the tokens stay those of one engine without a cache."""
+    config = write_config(tmp_path / "cluster.yaml", MODELS / "tiny-ouro", kv={"prefix_cache": True})
+    prompt = prompt_of(5 * BLOCK + 3)
+    with launched(config, tmp_path) as cluster:
+        for length, cached in ((5 * BLOCK, 0), (5 * BLOCK + 3, 5 * BLOCK), (5 * BLOCK, 5 * BLOCK), (20, BLOCK)):
+            answer = cluster.client.complete(prompt[:length], max_tokens=6)
+            assert list(answer.token_ids) == single(ouro_engine, prompt[:length], max_tokens=6)
+            assert answer.finished is not None
+            assert answer.finished.usage.cached_tokens == cached
+            assert answer.finished.handoff.num_bytes == -(-length // BLOCK) * BLOCK * TOKEN_BYTES
         cluster.wait_idle()

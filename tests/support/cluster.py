@@ -40,6 +40,7 @@ def write_config(path: Path, model: Path, **groups: dict[str, object]) -> Path:
     """A cluster YAML for `model` in fp32 on any free port; `groups` override whole sections key by key."""
     sections: dict[str, dict[str, object]] = {
         "model": {"path": str(model), "dtype": "fp32"},
+        "kv": {"prefix_cache": False},  # tests of it say so
         "coordinator": {"port": 0},
         "prefill": {"num_blocks": 64, "chunk_tokens": 64},
         "decode": {"num_blocks": 128},

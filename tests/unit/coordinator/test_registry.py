@@ -1,4 +1,5 @@
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -187,3 +188,13 @@ def test_proven_ends_are_forgotten_before_those_that_need_a_proof() -> None:
         joined(registry, other)
         registry.lose(other.peer.worker, proven=True)
     assert registry.lives_of("prefill-0", 10, HOST) == [P.peer.worker]
+
+
+@pytest.mark.parametrize("field", ["block_size", "total_blocks", "max_running", "token_bytes"])
+def test_an_impossible_capacity_is_refused(field: str) -> None:
+    registry = Registry(3.0)
+    broken = replace(P, capacity=replace(P.capacity, **{field: 0}))
+    answer = registry.join(broken, 0.0)
+    assert isinstance(answer, Refused)
+    assert f"{field} is 0" in answer.reason
+    assert not registry.snapshot(0.0, {}).workers

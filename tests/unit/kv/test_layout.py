@@ -1,10 +1,13 @@
 """Planes and bytes of both models' real geometries."""
 
+from dataclasses import replace
+
 import pytest
 
 from loopline.errors import ConfigError
 from loopline.kv.arena import allocate_arena
 from loopline.kv.layout import KVLayout
+from loopline.kv.ledger import Ledger
 
 OURO = KVLayout(
     num_prelude=0, num_recurrent=24, num_coda=0, max_loops=4, block_size=16, kv_heads=16, head_dim=128, dtype="bf16"
@@ -55,3 +58,22 @@ def test_an_arena_is_one_range_of_blocks() -> None:
 def test_an_arena_that_cannot_be_had_says_how_large_it_was() -> None:
     with pytest.raises(ConfigError, match=r"\d+ bytes.*lower num_blocks"):
         allocate_arena(HUGINN, 2**30, "cpu")
+
+
+def test_huginns_packed_arena_holds_almost_twice_the_tokens() -> None:
+    """Two real arenas of the same bytes, filled until nothing more fits."""
+    packed = replace(HUGINN, block_size=1)
+    unpacked = replace(packed, num_prelude=0, num_recurrent=8, num_coda=0)
+    assert unpacked.token_bytes == packed.unpacked_token_bytes
+    budget = 256 * 2**20
+    tokens = []
+    for layout in (packed, unpacked):
+        arena = allocate_arena(layout, budget // layout.block_bytes - 1, "cpu")
+        assert arena.num_bytes <= budget
+        ledger = Ledger(arena.num_blocks, layout.block_size)
+        held = 0
+        while ledger.reserve(1, 1) is not None:
+            held += 1
+        ledger.audit()
+        tokens.append(held)
+    assert tokens[0] / tokens[1] >= 1.88

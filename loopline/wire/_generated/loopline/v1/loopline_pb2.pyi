@@ -183,18 +183,20 @@ class Route(_message.Message):
     def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., earlier: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HandoffStats(_message.Message):
-    __slots__ = ("pushes", "descriptors", "num_bytes", "transport", "prefill_s")
+    __slots__ = ("pushes", "descriptors", "num_bytes", "transport", "prefill_s", "cached_tokens")
     PUSHES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     pushes: int
     descriptors: int
     num_bytes: int
     transport: str
     prefill_s: float
-    def __init__(self, pushes: _Optional[int] = ..., descriptors: _Optional[int] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, pushes: _Optional[int] = ..., descriptors: _Optional[int] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., prefill_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("reason", "text", "usage", "timing", "route", "handoff", "has_text")

@@ -1,0 +1,262 @@
+"""The scheduler by example: roles, preemption, passing, shared prefixes, the prompt's share of a step."""
+
+import pytest
+
+from loopline.errors import InvariantBroken
+from loopline.identity import Cause
+from loopline.kv.ledger import Allocation, Ledger
+from loopline.messages import TokenRow
+from loopline.request import FinishReason, Request
+from loopline.sched.budget import StepCost, share_token_loops, share_within
+from loopline.sched.plan import NOT_FINITE, StepResult
+from loopline.sched.scheduler import Scheduler
+from loopline.settings import SchedulerSettings
+from tests.support.scheduling import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    HoldPolicy,
+    expected_answer,
+    make,
+    request,
+    run_scripted,
+    scripted_token,
+)
+
+
+def test_two_worst_cases_fit_and_six_long_answers_all_finish() -> None:
+    ledger, scheduler = make()
+    worst = NUM_BLOCKS * BLOCK_SIZE // 2
+    answers: dict[str, list[int]] = {}
+    wanted = [request(f"long{n}", 8, worst - 8, 1) for n in range(6)]
+    for one in wanted:
+        assert scheduler.submit(one) is None
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None, "deadlock"
+        assert scheduler.num_running <= 2
+        for row in scheduler.commit(plan, run_scripted(plan)).rows:
+            if row.token_id is not None:
+                answers.setdefault(row.request_id, []).append(row.token_id)
+    assert answers == {one.request_id: expected_answer(one)[0] for one in wanted if expected_answer(one)[0]}
+    ledger.audit()
+
+
+def test_a_prefill_role_holds_its_blocks_after_the_first_token() -> None:
+    ledger, scheduler = make(policy=HoldPolicy())
+    assert scheduler.submit(request("p", 10, 5)) is None
+    chunks = []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        outcome = scheduler.commit(plan, run_scripted(plan))
+        chunks += [(chunk.num_computed, chunk.is_last) for chunk in outcome.chunks]
+    assert chunks == [(8, False), (10, True)]
+    assert ledger.counts().held == 3
+    assert scheduler.plan() is None
+    allocation = scheduler.remove("p")
+    assert allocation is not None
+    ledger.release(allocation)
+    assert ledger.counts().free == NUM_BLOCKS
+
+
+def reserve(scheduler: Scheduler, one: Request) -> Allocation:
+    allocation = scheduler.reserve(one)
+    assert isinstance(allocation, Allocation)
+    return allocation
+
+
+def test_an_activated_request_goes_on_from_the_first_token() -> None:
+    ledger, scheduler = make()
+    one = request("d", 9, 6)
+    allocation = reserve(scheduler, one)
+    first = TokenRow("d", 1, 9, scripted_token("d", 9), 2)
+    rows = [scheduler.activate(allocation, first)]
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        assert not plan.runs and plan.num_decode_rows == 1, "nothing of the prompt is computed again"
+        rows += scheduler.commit(plan, run_scripted(plan)).rows
+    assert [row.token_id for row in rows if row.token_id is not None] == expected_answer(one)[0]
+    ledger.audit()
+
+
+def test_reservations_are_refused_by_room_and_by_size() -> None:
+    _, scheduler = make(SchedulerSettings(max_running=2, chunk_tokens=8))
+    assert scheduler.reserve(request("x", 90, 40)) is Cause.TOO_LARGE
+    reserve(scheduler, request("a", 8, 8))
+    kept = reserve(scheduler, request("b", 8, 8))
+    assert scheduler.reserve(request("c", 8, 8)) is Cause.NO_ROOM
+    scheduler.unreserve(kept)
+    assert scheduler.num_running == 1
+
+
+def test_a_request_that_ended_cannot_be_activated() -> None:
+    _, scheduler = make()
+    allocation = reserve(scheduler, request("d", 9, 6))
+    ended = TokenRow("d", 1, 9, None, 2, FinishReason.STOP)
+    with pytest.raises(InvariantBroken):
+        scheduler.activate(allocation, ended)
+
+
+def test_one_plan_at_a_time() -> None:
+    _, scheduler = make()
+    scheduler.submit(request("a", 8, 8))
+    plan = scheduler.plan()
+    assert plan is not None
+    with pytest.raises(InvariantBroken):
+        scheduler.plan()
+    scheduler.commit(plan, run_scripted(plan))
+    with pytest.raises(InvariantBroken):
+        scheduler.commit(plan, run_scripted(plan))
+
+
+def test_logits_that_are_not_finite_cost_one_request() -> None:
+    ledger, scheduler = make()
+    scheduler.submit(request("a", 4, 8))
+    scheduler.submit(request("b", 4, 8))
+    plan = scheduler.plan()
+    assert plan is not None
+    good = run_scripted(plan)
+    bad = StepResult(plan.step, [NOT_FINITE, *good.token_ids[1:]])
+    outcome = scheduler.commit(plan, bad)
+    assert [lost.request_id for lost in outcome.lost] == ["a"]
+    ledger.release(outcome.lost[0].allocation)
+    ledger.audit()
+    assert scheduler.has_work
+
+
+def drain(scheduler: Scheduler) -> dict[str, list[int | None]]:
+    answers: dict[str, list[int | None]] = {}
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None, "deadlock"
+        for row in scheduler.commit(plan, run_scripted(plan)).rows:
+            answers.setdefault(row.request_id, []).append(row.token_id)
+    return answers
+
+
+def test_preemption_takes_the_youngest_and_never_a_reservation() -> None:
+    ledger, scheduler = make(SchedulerSettings(max_running=6, chunk_tokens=64, growth_share=0.0))
+    kept = reserve(scheduler, request("reserved", 16, 16))
+    names = ("oldest", "middle", "youngest")
+    for name in names:
+        scheduler.submit(request(name, 16, 60))
+    reserved_blocks = ledger.block_ids(kept)
+    last_step: dict[str, int] = {}
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        last_step.update(dict.fromkeys(plan.request_ids, plan.step))
+        scheduler.commit(plan, run_scripted(plan))
+        assert ledger.block_ids(kept) == reserved_blocks
+        ledger.audit()
+    assert scheduler.num_preempted > 0
+    ended = [name for name in names if len(expected_answer(request(name, 16, 60))[0]) > 30]
+    assert [last_step[name] for name in ended] == sorted(last_step[name] for name in ended)
+
+
+def test_younger_ones_pass_a_blocked_request_a_bounded_number_of_times() -> None:
+    _, scheduler = make(SchedulerSettings(max_running=6, chunk_tokens=64, max_passes=3))
+    scheduler.submit(request("running", 40, 20))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.submit(request("long", 60, 20))
+    for n in range(8):
+        scheduler.submit(request(f"short{n}", 4, 1))
+    order: list[str] = []
+    while scheduler.has_work:
+        order += [name for name in plan.request_ids if name not in order]
+        scheduler.commit(plan, run_scripted(plan))
+        plan = scheduler.plan() or plan
+    passed = [name for name in order[: order.index("long")] if name.startswith("short")]
+    assert passed == ["short0", "short1", "short2"]
+
+
+def test_a_common_prefix_is_computed_once() -> None:
+    ledger, scheduler = make(SchedulerSettings(max_running=6, chunk_tokens=8), parts=("model",))
+    for name in ("first", "second", "third"):
+        scheduler.submit(request(name, 33, 1))
+    computed: dict[str, int] = {}
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        for run in plan.runs:
+            computed[run.request_id] = computed.get(run.request_id, 0) + run.num_tokens
+        scheduler.commit(plan, run_scripted(plan))
+    assert computed == {"first": 33, "second": 1, "third": 1}
+    ledger.audit()
+
+
+@pytest.mark.parametrize(
+    ("length", "hit", "computed"), [(3, 0, 3), (4, 4, 1), (5, 4, 1), (8, 8, 1), (9, 8, 1), (11, 8, 3)]
+)
+def test_a_second_request_computes_what_is_missing(length: int, hit: int, computed: int) -> None:
+    """Hits are whole blocks; a full hit computes exactly one token, and writes nothing."""
+    ledger, scheduler = make(parts=("model",))
+    scheduler.submit(request("warm", length, 1))
+    drain(scheduler)
+    scheduler.submit(request("hit", length, 1))
+    plan = scheduler.plan()
+    assert plan is not None
+    (run,) = plan.runs
+    assert (run.first_position, run.num_tokens) == (length - computed, computed)
+    assert run.writes == (hit < length)
+    scheduler.commit(plan, run_scripted(plan))
+    ledger.audit()
+
+
+def test_digests_are_computed_once_however_often_a_request_is_tried() -> None:
+    _, scheduler = make(SchedulerSettings(max_running=6, chunk_tokens=8), parts=("model",))
+    scheduler.submit(request("blocker", 80, 10))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.submit(request("waits", 41, 30))
+    entry = next(scheduler._admission._waiting.first(1))
+    assert entry.digests is not None
+    before = entry.digests.num_hashed
+    for _ in range(12):
+        scheduler.commit(plan, run_scripted(plan))
+        plan = scheduler.plan()
+        assert plan is not None
+    assert before == entry.digests.num_hashed == 10
+
+
+def test_the_share_of_a_submission() -> None:
+    assert share_token_loops(64, 4) == 256
+    assert share_token_loops(64, 32) == 2048
+    cost = StepCost(decode_s=0.25, prompt_token_loop_s=2.0**-12)
+    assert share_within(cost, 0.5, 4) == 256
+    assert share_within(cost, 0.5, 32) == 32
+    assert share_within(cost, 0.2, 4) == 1
+
+
+def test_prompt_tokens_keep_to_their_share_while_others_decode() -> None:
+    _, scheduler = make(SchedulerSettings(max_running=6, chunk_tokens=64, prefill_tokens_per_loop=6))
+    scheduler.submit(request("decodes", 4, 30))
+    plan = scheduler.plan()
+    assert plan is not None
+    scheduler.submit(request("long", 50, 1))
+    chunks = []
+    while scheduler.has_work:
+        scheduler.commit(plan, run_scripted(plan))
+        plan = scheduler.plan() or plan
+        chunks += [run.num_tokens for run in plan.runs if plan.num_decode_rows]
+    assert chunks and max(chunks) <= 6
+
+
+def test_a_step_that_lags_keeps_freed_blocks_back() -> None:
+    """The engine is two steps behind: blocks of a removed request wait for the step that may write them."""
+    ledger = Ledger(4, BLOCK_SIZE)
+    first = ledger.reserve(8, 8)
+    assert first is not None
+    ledger.begin_run(first, 0, 8, 1, step=3)
+    ledger.release(first)
+    other = ledger.reserve(8, 8)
+    assert other is not None
+    assert ledger.reserve(4, 4) is None
+    for step in (1, 2):
+        ledger.step_done(step)
+        assert ledger.reserve(4, 4) is None
+    ledger.step_done(3)
+    assert ledger.reserve(8, 8) is not None
+    ledger.audit()
