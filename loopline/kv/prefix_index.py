@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 
 from loopline.errors import AuditFailed, InvariantBroken
 
-_STALE_ALLOWED = 64  # stale heap entries that are not worth a rebuild
+_STALE_ALLOWED = 8  # stale heap entries that are not worth a rebuild, however small the index is
 
 
 @dataclass(frozen=True)

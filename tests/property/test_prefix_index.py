@@ -7,6 +7,8 @@ another for the same prefix, and let go in any order.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,20 +21,22 @@ from loopline.kv.digests import BlockDigests, prefix_root
 from loopline.kv.prefix_index import PrefixDelta, PrefixIndex
 
 SOAK = os.environ.get("LOOPLINE_SOAK") == "1"
-EXAMPLES = 500 if SOAK else 60
-NUM_BLOCKS, DEEPEST = 14, 5
+EXAMPLES = 500 if SOAK else 40
+NUM_BLOCKS, DEEPEST = 8, 4
 ROOT = prefix_root("test")
 
 Path = tuple[int, ...]  # the tokens of a chain, one a block: a block's name in the oracle
+PATHS: st.SearchStrategy[Path] = st.lists(st.integers(0, 1), min_size=1, max_size=DEEPEST).map(tuple)
 
 
-def digests_of(path: Path) -> list[bytes]:
+@cache
+def digests_of(path: Path) -> tuple[bytes, ...]:
     digests = BlockDigests(ROOT, 1)
     digests.extend(path)
-    return list(digests.digests)
+    return tuple(digests.digests)
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
     """A request: what it will compute, how much of the cached chain it holds, and whether it was refused."""
 
@@ -103,25 +107,49 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     # ---- requests
 
-    @rule(path=st.lists(st.integers(0, 2), min_size=1, max_size=DEEPEST).map(tuple))
-    def admit(self, path: Path) -> None:
+    @rule(path=PATHS, count=st.integers(0, DEEPEST))
+    def arrive(self, path: Path, count: int) -> None:
+        self.compute(self.admit(path), count)
+
+    @rule(paths=st.lists(PATHS, min_size=2, max_size=5), together=st.booleans(), random=st.randoms())
+    def serve(self, paths: list[Path], together: bool, random: Random) -> None:
+        """A few requests come and go, one after the other, or together and racing for what they share."""
+        for group in [paths] if together else [[path] for path in paths]:
+            requests = [self.admit(path) for path in group]
+            for request in requests:
+                self.compute(request, DEEPEST)
+            for request in random.sample(requests, len(requests)):
+                self.leave(request, random.choice((0, 1)), random.sample(range(1, DEEPEST + 1), DEEPEST))
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), later=st.integers(0, 2), ends=st.permutations(range(1, DEEPEST + 1)))
+    def finish(self, data: st.DataObject, later: int, ends: list[int]) -> None:
+        self.leave(data.draw(st.sampled_from(self.requests)), later, ends)
+
+    @precondition(lambda self: self.can_publish())
+    @rule(data=st.data(), count=st.integers(1, DEEPEST))
+    def publish(self, data: st.DataObject, count: int) -> None:
+        self.compute(data.draw(st.sampled_from(self.can_publish())), count)
+
+    def can_publish(self) -> list[Held]:
+        return [one for one in self.requests if not one.is_refused and one.num_cached < len(one.path)]
+
+    def admit(self, path: Path) -> Held:
         block_ids = self.do("match", digests_of(path))
         assert block_ids == self.oracle.match(path)
         for end, block_id in enumerate(block_ids, start=1):
             if not self.holders(path[:end]):
                 self.do("pin", block_id)
                 self.oracle.use(path[:end])
-        self.requests.append(Held(path, len(block_ids)))
+        request = Held(path, len(block_ids))
+        self.requests.append(request)
+        return request
 
-    @precondition(lambda self: self.can_publish())
-    @rule(data=st.data(), count=st.integers(1, DEEPEST))
-    def publish(self, data: st.DataObject, count: int) -> None:
-        """A request computes its next blocks, in free blocks or in those of what was used least recently."""
-        request = data.draw(st.sampled_from(self.can_publish()))
-        for _ in range(count):
+    def compute(self, request: Held, count: int) -> None:
+        """The request's next blocks, in free blocks or in those of what was used least recently."""
+        for end in range(request.num_cached + 1, min(len(request.path), request.num_cached + count) + 1):
             free = [block for block in range(NUM_BLOCKS) if not self.index.holds(block)]
-            end = request.num_cached + 1
-            if end > len(request.path) or not (free or self.index.num_evictable):
+            if not free and not self.index.num_evictable:
                 return
             path = request.path[:end]
             digests = digests_of(path)
@@ -134,16 +162,11 @@ class PrefixIndexMachine(RuleBasedStateMachine):
             self.oracle.block_of[path] = block_id
             request.num_cached = end
 
-    def can_publish(self) -> list[Held]:
-        return [one for one in self.requests if not one.is_refused and one.num_cached < len(one.path)]
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data(), later=st.integers(0, 2))
-    def finish(self, data: st.DataObject, later: int) -> None:
-        request = self.requests.pop(data.draw(st.integers(0, len(self.requests) - 1)))
+    def leave(self, request: Held, later: int, ends: list[int]) -> None:
+        """Let go of the blocks of a request in any order, `later` after the last one that left."""
+        self.requests.remove(request)
         self.now += later
-        for end in data.draw(st.permutations(range(1, request.num_cached + 1))):
-            path = request.path[:end]
+        for path in [request.path[:end] for end in ends if end <= request.num_cached]:
             if not self.holders(path):
                 self.do("unpin", self.oracle.block_of[path], self.now)
                 self.oracle.unused.append((self.now, path))
@@ -184,9 +207,14 @@ class PrefixIndexMachine(RuleBasedStateMachine):
 
     # ---- a watcher
 
-    @rule()
-    def watch(self) -> None:
-        """It follows the deltas, and asks for a snapshot when it sees a gap; then it knows what is cached."""
+    @rule(joins_late=st.booleans())
+    def watch(self, joins_late: bool) -> None:
+        """It follows the deltas, and asks for a snapshot when it sees a gap; then it knows what is cached. One that
+        starts from a snapshot at any other time continues with the next delta."""
+        if joins_late:
+            self.watched_number, digests = self.do("snapshot")
+            self.watched = set(digests)
+            assert len(self.watched) == len(digests)
         delta: PrefixDelta | None = self.do("take_deltas")
         if delta is not None:
             assert not set(delta.published) & set(delta.evicted)
@@ -201,13 +229,6 @@ class PrefixIndexMachine(RuleBasedStateMachine):
                 self.watched = set(digests)
             self.watched_number = delta.number
         assert self.watched == self.oracle.cached()
-
-    @rule()
-    def join_late(self) -> None:
-        """A watcher that starts from a snapshot at any time, and so continues with the next delta."""
-        self.watched_number, digests = self.do("snapshot")
-        self.watched = set(digests)
-        assert len(self.watched) == len(digests)
 
     # ---- always
 

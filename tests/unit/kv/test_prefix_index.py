@@ -203,15 +203,15 @@ def test_the_audit_sees_a_holder_that_does_not_hold_its_chain() -> None:
 def test_using_one_block_again_and_again_costs_no_memory() -> None:
     index = PrefixIndex()
     publish_chain(index, chain(1), [0])
-    publish_chain(index, chain(2), [1])
-    index.unpin(1, now=0)
-    for now in range(1_000):
+    publish_chain(index, chain(2, 3), [1, 2])
+    unpin_all(index, [1, 2], now=0)
+    for now in range(200):
         index.unpin(0, now)
+        index.audit()
         index.pin(0)
-    index.audit()
-    assert len(index._heap) < 100
-    index.unpin(0, now=1_000)
-    assert [index.evict(), index.evict()] == [1, 0]
+        assert len(index._heap) <= 2 * index.num_cached + 8
+    index.unpin(0, now=200)
+    assert [index.evict() for _ in range(3)] == [2, 1, 0]
 
 
 # ---- deltas
