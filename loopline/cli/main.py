@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from loopline.cli import check, demo, generate, launch, run, status, worker
+from loopline.cli import bench, check, demo, generate, launch, run, status, worker
 from loopline.errors import LooplineError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app.command("run")(run.run)
 app.command("status")(status.status)
 app.command("check")(check.check)
 app.command("worker")(worker.worker)
+app.add_typer(bench.app, name="bench")
 app.command("demo", hidden=True)(demo.demo)
 
 
