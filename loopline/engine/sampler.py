@@ -111,11 +111,12 @@ class Sampler:
         return counts.index_put(index, torch.ones(len(tokens), device=self._device), accumulate=True)
 
     def _perturb(self, logits: Tensor, rows: SampleRows, known: "_Parameters") -> Tensor:
-        """Scores [S, V] float64 whose argmax is the sample; greedy rows keep their logits."""
-        highest = logits.max(dim=1, keepdim=True).values
-        scaled = _filter((logits - highest) / known.temperature, known)
-        gumbel = self._gumbel(known.seeds, torch.from_numpy(rows.positions).to(self._device))
-        return torch.where(known.greedy, logits.double(), scaled.double() + gumbel)
+        """Scores [S, V] float64 whose argmax is the sample; greedy rows keep their logits and cost nothing more."""
+        random = known.random_rows
+        some = logits[random]
+        scaled = _filter((some - some.max(dim=1, keepdim=True).values) / known.temperature, known)
+        gumbel = self._gumbel(known.seeds, torch.from_numpy(rows.positions).to(self._device)[random])
+        return logits.double().index_copy(0, random, scaled.double() + gumbel)
 
     def _gumbel(self, seeds: Tensor, positions: Tensor) -> Tensor:
         """Standard Gumbel draws [S, V] float64 of seeds [S] and positions [S]."""
@@ -153,23 +154,27 @@ def sample_rows(plan: StepPlan) -> SampleRows:
 
 @dataclass(frozen=True, eq=False)
 class _Parameters:
-    """Tensors of one batch's parameters; columns are [S, 1] float32 unless said."""
+    """Tensors of one batch's parameters. R of the S rows are random, and C of these cut by top-k or top-p."""
 
     params: tuple[SamplingParams, ...]
-    any_random: bool
     wants_logprobs: bool
-    greedy: Tensor  # [S, 1] bool
-    temperature: Tensor
-    min_p: Tensor | None
-    top_k: Tensor | None
-    top_p: Tensor | None
-    repetition: Tensor
+    random_rows: Tensor  # [R] int64, of S
+    temperature: Tensor  # [R, 1] float32
+    seeds: Tensor  # [R] int64
+    min_p: Tensor | None  # [R, 1] float32
+    cut_rows: Tensor  # [C] int64, of R
+    top_k: Tensor  # [C, 1] float32
+    top_p: Tensor  # [C, 1] float32
+    repetition: Tensor  # [S, 1] float32, like the next two
     presence: Tensor
     frequency: Tensor
-    seeds: Tensor  # [S] int64
     bias: tuple[tuple[Tensor, Tensor], Tensor] | None  # (rows, token ids), values
     stops: tuple[IntArray, IntArray] | None  # (rows, token ids) of rows with min_tokens
     min_tokens: IntArray  # [S]
+
+    @property
+    def any_random(self) -> bool:
+        return len(self.random_rows) > 0
 
     @classmethod
     def of(cls, params: tuple[SamplingParams, ...], device: str) -> "_Parameters":
@@ -179,31 +184,26 @@ class _Parameters:
         def ids(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        greedy = [one.temperature < _LEAST_TEMPERATURE for one in params]
+        random_rows = [row for row, one in enumerate(params) if one.temperature >= _LEAST_TEMPERATURE]
+        random = [params[row] for row in random_rows]
+        cut_rows = [row for row, one in enumerate(random) if one.top_k or one.top_p < 1]
         bias = [(row, token, value) for row, one in enumerate(params) for token, value in one.logit_bias.items()]
         stops = [(row, token) for row, one in enumerate(params) if one.min_tokens for token in one.stop_ids]
-        cuts = any(one.top_k or one.top_p < 1 for one in params)
+        bias_index = (ids([row for row, _, _ in bias]), ids([token for _, token, _ in bias]))
         return cls(
             params=params,
-            any_random=not all(greedy),
             wants_logprobs=any(one.logprobs is not None for one in params),
-            greedy=torch.tensor(greedy, device=device)[:, None],
-            temperature=column(
-                [1.0 if is_greedy else one.temperature for one, is_greedy in zip(params, greedy, strict=True)]
-            ),
-            min_p=column([one.min_p for one in params]) if any(one.min_p for one in params) else None,
-            top_k=column([one.top_k or float("inf") for one in params]) if cuts else None,
-            top_p=column([one.top_p for one in params]) if cuts else None,
+            random_rows=ids(random_rows),
+            temperature=column([one.temperature for one in random]),
+            seeds=ids([signed_seed(one.seed) for one in random]),
+            min_p=column([one.min_p for one in random]) if any(one.min_p for one in random) else None,
+            cut_rows=ids(cut_rows),
+            top_k=column([random[row].top_k or float("inf") for row in cut_rows]),
+            top_p=column([random[row].top_p for row in cut_rows]),
             repetition=column([one.repetition_penalty for one in params]),
             presence=column([one.presence_penalty for one in params]),
             frequency=column([one.frequency_penalty for one in params]),
-            seeds=ids([signed_seed(one.seed) for one in params]),
-            bias=(
-                (ids([row for row, _, _ in bias]), ids([token for _, token, _ in bias])),
-                torch.tensor([value for _, _, value in bias], dtype=torch.float32, device=device),
-            )
-            if bias
-            else None,
+            bias=(bias_index, column([value for _, _, value in bias])[:, 0]) if bias else None,
             stops=(np.array([row for row, _ in stops]), np.array([token for _, token in stops])) if stops else None,
             min_tokens=np.array([one.min_tokens for one in params], np.int64),
         )
@@ -225,19 +225,19 @@ class _RowLogprobs:
 
 
 def _filter(scaled: Tensor, known: _Parameters) -> Tensor:
-    """Drop what min-p, top-k and top-p drop, of [S, V]; rows that ask for none keep every token."""
+    """Drop what min-p, top-k and top-p drop, of [R, V]; only rows that ask for a cut are sorted."""
     if known.min_p is not None:
         probabilities = torch.softmax(scaled, dim=1)
         floor = known.min_p * probabilities.max(dim=1, keepdim=True).values
         scaled = scaled.masked_fill(probabilities < floor, _NEVER)
-    if known.top_k is None or known.top_p is None:
+    if not len(known.cut_rows):
         return scaled
-    ordered, order = torch.sort(scaled, dim=1, descending=True, stable=True)  # equal values: lowest id first
+    ordered, order = torch.sort(scaled[known.cut_rows], dim=1, descending=True, stable=True)  # ties: lowest id first
     rank = torch.arange(scaled.shape[1], device=scaled.device)[None, :]
     ordered = ordered.masked_fill(rank >= known.top_k, _NEVER)
     probabilities = torch.softmax(ordered, dim=1)
     before = probabilities.cumsum(dim=1) - probabilities
     dropped = (before >= known.top_p) & (known.top_p < 1)
     dropped[:, 0] = False  # the most likely token always stays
-    ordered = ordered.masked_fill(dropped, _NEVER)
-    return torch.empty_like(scaled).scatter_(1, order, ordered)
+    cut = torch.empty_like(ordered).scatter_(1, order, ordered.masked_fill(dropped, _NEVER))
+    return scaled.index_copy(0, known.cut_rows, cut)
