@@ -8,7 +8,7 @@ from loopline.kv.ledger import Allocation, Ledger
 from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request
 from loopline.sched.budget import StepCost, share_token_loops, share_within
-from loopline.sched.plan import NOT_FINITE, StepResult
+from loopline.sched.plan import NOT_FINITE, StepPlan, StepResult
 from loopline.sched.scheduler import Scheduler
 from loopline.settings import SchedulerSettings
 from tests.support.scheduling import (
@@ -260,3 +260,39 @@ def test_a_step_that_lags_keeps_freed_blocks_back() -> None:
     ledger.step_done(3)
     assert ledger.reserve(8, 8) is not None
     ledger.audit()
+
+
+def test_what_leaves_or_comes_while_a_step_runs_changes_no_other_answer() -> None:
+    """One decoding request is removed and another activated between a plan and its commit."""
+    ledger, scheduler = make()
+    long_ones = (name for name in map(str, range(99)) if len(expected_answer(request(name, 4, 12))[0]) == 12)
+    names = [next(long_ones) for _ in range(3)]
+    for name in names:
+        scheduler.submit(request(name, 4, 12))
+    answers: dict[str, list[int | None]] = {name: [] for name in (*names, "late")}
+
+    def commit(plan: StepPlan) -> None:
+        for row in scheduler.commit(plan, run_scripted(plan)).rows:
+            answers[row.request_id].append(row.token_id)
+        ledger.audit()
+
+    for _ in range(2):
+        plan = scheduler.plan()
+        assert plan is not None
+        commit(plan)
+    plan = scheduler.plan()
+    assert plan is not None and plan.num_decode_rows == 3
+    removed = scheduler.remove(names[1])
+    assert removed is not None
+    ledger.release(removed)
+    held = reserve(scheduler, request("late", 9, 6))
+    first = scheduler.activate(held, TokenRow("late", 1, 9, scripted_token("late", 9), 2))
+    answers["late"].append(first.token_id)
+    cut = list(answers[names[1]])
+    while plan is not None:
+        commit(plan)
+        plan = scheduler.plan()
+    assert answers[names[1]] == cut
+    for one in (request(names[0], 4, 12), request(names[2], 4, 12), request("late", 9, 6)):
+        assert [token for token in answers[one.request_id] if token is not None] == expected_answer(one)[0]
+    assert ledger.counts().free == NUM_BLOCKS
