@@ -35,7 +35,7 @@ from loopline.worker.events import CoordinatorLost
 from tests.support.golden import GOLDEN
 from tests.support.pair import BLOCK_SIZE, Pair, make_engines
 
-EXAMPLES = 400 if os.environ.get("LOOPLINE_SOAK") == "1" else 60
+EXAMPLES = 400 if os.environ.get("LOOPLINE_SOAK") == "1" else 40
 NAMES = itertools.count()
 
 

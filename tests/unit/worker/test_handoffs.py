@@ -48,7 +48,7 @@ def pair(engines: tuple[Engine, Engine]) -> Iterator[Pair]:
     made.settle()
     made.audit()
     for engine in engines:
-        assert engine.ledger.counts().free == engine.ledger.total_blocks
+        assert engine.ledger.num_free_blocks == engine.ledger.total_blocks
     assert made.prefill.handoffs() == made.decode.handoffs() == ()
     made.close()
 
