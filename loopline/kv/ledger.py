@@ -165,7 +165,8 @@ class Ledger:
     def quarantine(self, allocation: Allocation, block_ids: Sequence[int]) -> None:
         """Release `allocation`, except that `block_ids` of it stay off limits: a remote peer may still use them.
 
-        Shared blocks among them stay held instead: nobody writes a shared block, so others may go on reading it.
+        Shared blocks among them stay held instead: nobody writes a shared block, so others may go on reading it. They
+        must be the allocation's first ones, because who holds a block of a chain holds all before it.
         """
         self._check_live(allocation)
         kept = dict.fromkeys(block_ids)
@@ -173,6 +174,10 @@ class Ledger:
         missing = kept.keys() - set(held)
         if missing:
             raise InvariantBroken(f"blocks {sorted(missing)} are not of this allocation")
+        shared = [block_id for block_id in held if block_id in self._holders]
+        lent = [block_id for block_id in shared if block_id in kept]
+        if lent != shared[: len(lent)]:
+            raise InvariantBroken(f"shared blocks {lent} are to be kept without all of {shared} that come before")
         for block_id in kept:
             if block_id in self._holders:
                 self._lent[block_id] = self._lent.get(block_id, 0) + 1

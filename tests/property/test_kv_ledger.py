@@ -206,6 +206,12 @@ class LedgerMachine(RuleBasedStateMachine):
         assert allocation is not None
         ids = self.ids(allocation)
         kept = data.draw(st.lists(st.sampled_from(ids), unique=True))
+        shared = [block for block in ids if block in self.cached.values()]
+        lent = [block for block in shared if block in kept]
+        if lent != shared[: len(lent)]:
+            with pytest.raises(InvariantBroken, match="come before"):
+                self.ledger.quarantine(allocation, kept)
+            kept = ids  # as workers do: all of them
         self.ledger.quarantine(allocation, kept)
         self.quarantined.append(kept)
         self.forget(allocation, frozenset(ids) - frozenset(kept))
