@@ -1,11 +1,12 @@
-"""The seam through which models compute: what an implementation offers, and the records that its calls take.
+"""The seam through which models and the engine compute: what an implementation offers, and the records its calls take.
 
-`kernels.reference` implements it in plain torch for any device; models and the engine know only this module. Every call
-writes a new tensor except `rope_write_kv`, which also writes the arena.
+`kernels.reference` implements it in plain torch for any device, `kernels.triton_ops` with kernels of our own; models
+and the engine know only this module. Every call writes a new tensor except `rope_write_kv`, which also writes the
+arena.
 
 Shape letters: N rows of a batch, K/M in and out features, E width, F feed-forward width, H query heads, C key/value
-heads, d head size, G query tiles, T rows a tile (`ROW_TILE`), B block-table entries. An arena is `[num_blocks, planes,
-2, block_size, C, d]`; index 0 of its third axis is keys, 1 is values. A slot is `block * block_size + offset`.
+heads, d head size, R runs of a packed batch, B block-table entries, V vocabulary. An arena is `[num_blocks, planes, 2,
+block_size, C, d]`; index 0 of its third axis is keys, 1 is values. A slot is `block * block_size + offset`.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 ROW_TILE = 8
-"""Rows of an attention tile; batches come padded to a multiple of it."""
+"""Rows of a batch on a CPU come padded to a multiple of it."""
 
 
 class RopeStyle(Enum):
@@ -28,16 +29,37 @@ class RopeStyle(Enum):
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionPlan:
-    """Which rows attend to which blocks; the same for every plane of a step.
+class DecodePlan:
+    """Each row attends alone, to every key at its own position or before; the same for every plane of a step.
 
-    A tile's rows belong to one request and stand at consecutive positions, in order. A real row attends to every key at
-    its own position or before. Padding entries repeat a valid row and block; what they compute is dropped.
+    The tensors may be filled anew between steps, as inputs of a captured graph are.
     """
 
-    tile_rows: Tensor  # [G, T] int64: index of the row
-    tile_positions: Tensor  # [G, T] int64: absolute position, -1 for padding
-    block_tables: Tensor  # [G, B] int64: block that holds positions [i * block_size, (i + 1) * block_size)
+    positions: Tensor  # [N] int64: of each row; -1: padding, which attends to nothing
+    block_tables: Tensor  # [N, B] int64: block that holds positions [i * block_size, (i + 1) * block_size)
+
+
+@dataclass(frozen=True)
+class PackedRun:
+    """Consecutive rows of a batch that are consecutive positions of one request."""
+
+    first_row: int
+    num_rows: int
+    first_position: int
+
+
+@dataclass(frozen=True, eq=False)
+class PackedPlan:
+    """Runs of rows; a row attends to every key of its request at its own position or before.
+
+    The same for every plane of a step. Rows in no run are padding. Never changed once made.
+    """
+
+    runs: tuple[PackedRun, ...]  # R, at least one
+    block_tables: Tensor  # [R, B] int64; entries past a run's last position repeat a valid block
+
+
+AttentionPlan = DecodePlan | PackedPlan
 
 
 class Ops(Protocol):
@@ -47,39 +69,79 @@ class Ops(Protocol):
         """[N, K] by the rows of [M, K]: [N, M]."""
         ...
 
+    def gated_linear(self, x: Tensor, gate_up: Tensor) -> Tensor:
+        """`silu_mul(linear(x, gate_up))` for x [N, K] and gate_up [2F, K], the gate in the first F rows: [N, F]."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`weight * cast(x32 * rsqrt(mean(x32^2) + eps))` for x [N, E] and weight [E]: [N, E]."""
         ...
 
-    def rms_norm_then_add(self, residual: Tensor, branch: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Ouro's residual, `residual + rms_norm(branch)`: [N, E]."""
+    def norm_add_norm(
+        self,
+        residual: Tensor,
+        branch: Tensor,
+        weight: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Ouro's residual and the norm that follows, each [N, E]: `s = residual + rms_norm(branch, weight)` and
+        `rms_norm(s, next_weight)`.
+        """
         ...
 
-    def add_then_rms_norm(self, branch: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Huginn's residual, `rms_norm(branch + residual)`: [N, E]."""
-        ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of [N, 2F], the gate in the first F columns: [N, F]."""
+    def add_norm_norm(
+        self,
+        residual: Tensor,
+        branch: Tensor,
+        weight: Tensor,
+        next_weight: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Huginn's residual and the norm that follows, each [N, E]: `s = rms_norm(branch + residual, weight)` and
+        `rms_norm(s, next_weight)`.
+        """
         ...
 
     def rope_write_kv(
         self,
-        q: Tensor,  # [N, H, d]
-        k: Tensor,  # [N, C, d]
-        v: Tensor,  # [N, C, d]
+        qkv: Tensor,  # [N, H + 2C, d] a row's queries, then keys, then values
+        qk_bias: Tensor | None,  # [H + C, d], added to queries and keys first, in their dtype
         cos: Tensor,  # [N, d/2] float32, of each row's position
         sin: Tensor,  # [N, d/2] float32
         style: RopeStyle,
         arena: Tensor,
-        plane: int,
+        planes: Tensor,  # [N] int64
         slots: Tensor,  # [N] int64
     ) -> Tensor:
-        """Rotate q and k; write rotated k, and v, to each row's slot of `plane`. The rotated q: [N, H, d]."""
+        """Rotate queries and keys; write rotated keys, and values, to each row's slot of its plane. The rotated
+        queries: [N, H, d]. Rows may share a slot that nobody reads.
+        """
         ...
 
-    def paged_attention(self, q: Tensor, arena: Tensor, plane: int, plan: AttentionPlan, scale: float) -> Tensor:
-        """Causal attention of rotated q [N, H, d] over `plane`, softmax in float32: [N, H, d]; zero for rows in no
-        tile.
+    def paged_attention(
+        self,
+        q: Tensor,
+        arena: Tensor,
+        planes: Tensor,
+        plan: AttentionPlan,
+        scale: float,
+    ) -> Tensor:
+        """Causal attention of rotated q [N, H, d] over each row's plane [N] int64, softmax in float32: [N, H, d]; zero
+        for padding rows. The rows of a packed run share their plane.
+        """
+        ...
+
+    def initial_state(self, seeds: Tensor, positions: Tensor, zeros: Tensor, table: Tensor, like: Tensor) -> Tensor:
+        """Entry `word >> 16` of a quantile table [65536] float32, for the Philox words of (seed, position, channel): as
+        `like` [N, E]. Seeds and positions [N] int64; rows where zeros [N] (bool) is true are all zero.
+        """
+        ...
+
+    def choose_tokens(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """A token id [N] int64 from each row of logits [N, V] float32; -1 where a row is not finite.
+
+        Temperature [N] float32: 0 takes the largest logit; above, Gumbel-max with the Philox words of (seed, position,
+        token id), both [N] int64. Ties go to the lowest id.
         """
         ...

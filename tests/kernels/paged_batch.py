@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import ROW_TILE, AttentionPlan
+from kernels import ROW_TILE, AttentionPlan, PackedPlan, PackedRun
 from loopline.model import LoopedModel
 
 
@@ -34,7 +34,7 @@ class PagedAttention:
     slots: Tensor
     plan: AttentionPlan
 
-    def attend(self, loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, loop: int, layer: int, qkv: Tensor, qk_bias: Tensor | None) -> Tensor:
         spec = self.model.spec
         core = layer - spec.num_prelude
         if core < 0:
@@ -44,8 +44,9 @@ class PagedAttention:
         else:
             plane = spec.num_prelude + spec.num_coda + loop * spec.num_recurrent + core
         ops, style = self.model.ops, self.model.rope.style
-        q = ops.rope_write_kv(q, k, v, self.cos, self.sin, style, self.arena, plane, self.slots)
-        return ops.paged_attention(q, self.arena, plane, self.plan, 1 / math.sqrt(spec.head_dim)).flatten(1)
+        heads, planes = qkv.view(len(qkv), -1, spec.head_dim), torch.full((len(qkv),), plane)
+        q = ops.rope_write_kv(heads, qk_bias, self.cos, self.sin, style, self.arena, planes, self.slots)
+        return ops.paged_attention(q, self.arena, planes, self.plan, 1 / math.sqrt(spec.head_dim)).flatten(1)
 
 
 class PagedPrompts:
@@ -91,18 +92,13 @@ class PagedPrompts:
     def _plan(self, pieces: Sequence[Piece]) -> AttentionPlan:
         longest = max(len(self.tables[piece.prompt]) for piece in pieces)
         tables = [torch.nn.functional.pad(table, (0, longest - len(table))) for table in self.tables]
-        return plan_tiles([(p.start, p.count) for p in pieces], [tables[p.prompt] for p in pieces])
+        return plan_of([(p.start, p.count) for p in pieces], [tables[p.prompt] for p in pieces])
 
 
-def plan_tiles(spans: Sequence[tuple[int, int]], tables: Sequence[Tensor]) -> AttentionPlan:
+def plan_of(spans: Sequence[tuple[int, int]], tables: Sequence[Tensor]) -> AttentionPlan:
     """The plan of a batch whose rows are the spans (first position, count) one after the other, each with its table."""
-    rows, positions, blocks = [], [], []
-    first_row = 0
-    for (start, count), table in zip(spans, tables, strict=True):
-        for tile in range(0, count, ROW_TILE):
-            real, missing = min(ROW_TILE, count - tile), ROW_TILE - min(ROW_TILE, count - tile)
-            rows.append([*range(first_row + tile, first_row + tile + real), *[first_row + tile] * missing])
-            positions.append([*range(start + tile, start + tile + real), *[-1] * missing])
-            blocks.append(table)
+    runs, first_row = [], 0
+    for start, count in spans:
+        runs.append(PackedRun(first_row, count, start))
         first_row += count
-    return AttentionPlan(torch.tensor(rows), torch.tensor(positions), torch.stack(blocks))
+    return PackedPlan(tuple(runs), torch.stack(list(tables)))

@@ -8,15 +8,15 @@ from torch import Tensor
 
 from kernels import RopeStyle, build_ops
 from kernels.reference import (
-    add_then_rms_norm,
+    add_norm_norm,
+    norm_add_norm,
     reference_ops,
     rms_norm,
-    rms_norm_then_add,
     rope_write_kv,
     rotate,
     silu_mul,
 )
-from tests.kernels.paged_batch import plan_tiles
+from tests.kernels.paged_batch import plan_of
 
 DTYPES = [torch.float32, torch.bfloat16]
 BLOCK_SIZE, NUM_BLOCKS, PLANES = 16, 24, 3
@@ -33,9 +33,14 @@ def test_rms_norm_scales_in_float32_and_weighs_in_the_model_dtype(dtype: torch.d
 
 
 def test_the_two_residuals() -> None:
-    x, branch, weight = torch.randn(8, 48), torch.randn(8, 48), torch.rand(48)
-    assert torch.equal(rms_norm_then_add(x, branch, weight, 1e-6), x + rms_norm(branch, weight, 1e-6))
-    assert torch.equal(add_then_rms_norm(branch, x, weight, 1e-6), rms_norm(branch + x, weight, 1e-6))
+    x, branch, weight, following = torch.randn(8, 48), torch.randn(8, 48), torch.rand(48), torch.rand(48)
+    for residual, expected in (
+        (norm_add_norm, x + rms_norm(branch, weight, 1e-6)),
+        (add_norm_norm, rms_norm(branch + x, weight, 1e-6)),
+    ):
+        state, normed = residual(x, branch, weight, following, 1e-6)
+        assert torch.equal(state, expected)
+        assert torch.equal(normed, rms_norm(expected, following, 1e-6))
 
 
 def test_silu_mul_takes_the_gate_first() -> None:
@@ -67,7 +72,8 @@ def test_rope_write_kv_writes_one_plane_at_the_slots() -> None:
     q, k, v = torch.randn(8, 4, 8), torch.randn(8, 2, 8), torch.randn(8, 2, 8)
     angles, slots = torch.rand(8, 4), torch.randperm(NUM_BLOCKS * BLOCK_SIZE)[:8]
     cos, sin = angles.cos(), angles.sin()
-    rotated = rope_write_kv(q, k, v, cos, sin, RopeStyle.HALF_SPLIT, arena, 1, slots)
+    qkv, planes = torch.cat((q, k, v), dim=1), torch.full((8,), 1)
+    rotated = rope_write_kv(qkv, None, cos, sin, RopeStyle.HALF_SPLIT, arena, planes, slots)
     assert torch.equal(rotated, rotate(q, cos, sin, RopeStyle.HALF_SPLIT))
     for row, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, BLOCK_SIZE)
@@ -96,9 +102,9 @@ def test_paged_attention(heads: int, kv_heads: int, head_dim: int, dtype: torch.
     spans = [(0, 19), (127, 1), (60, 9)]  # a prompt's start, a decode row, a later chunk
     num_rows = sum(count for _, count in spans)
     q = torch.randn(num_rows + 3, heads, head_dim).to(dtype)  # three padding rows
-    plan = plan_tiles(spans, list(tables))
+    plan = plan_of(spans, list(tables))
     scale = head_dim**-0.5
-    got = reference_ops(deterministic=deterministic).paged_attention(q, arena, 2, plan, scale)
+    got = reference_ops(deterministic=deterministic).paged_attention(q, arena, torch.full((len(q),), 2), plan, scale)
     assert got.dtype is dtype
     assert got[num_rows:].count_nonzero() == 0
     row = 0
@@ -120,7 +126,9 @@ def test_paged_attention_at_every_block_size(block_size: int) -> None:
     for side, rows in enumerate((keys, values)):
         arena[:, 0, side][table[positions // block_size], positions % block_size] = rows
     q = torch.randn(16, 2, 8)
-    got = reference_ops(deterministic=True).paged_attention(q, arena, 0, plan_tiles([(114, 16)], [table]), 0.3)
+    got = reference_ops(deterministic=True).paged_attention(
+        q, arena, torch.zeros(16).long(), plan_of([(114, 16)], [table]), 0.3
+    )
     for row in range(16):
         expected = naive_attention(q[row], keys[: 115 + row], values[: 115 + row], 0.3)
         assert torch.allclose(got[row].double(), expected, atol=1e-5)
@@ -129,7 +137,7 @@ def test_paged_attention_at_every_block_size(block_size: int) -> None:
 def test_large_scores_do_not_overflow() -> None:
     arena = torch.randn(1, 1, 2, 16, 1, 8) * 1e4
     got = reference_ops(deterministic=True).paged_attention(
-        torch.randn(8, 1, 8) * 1e4, arena, 0, plan_tiles([(0, 8)], [torch.tensor([0])]), 1.0
+        torch.randn(8, 1, 8) * 1e4, arena, torch.zeros(8).long(), plan_of([(0, 8)], [torch.tensor([0])]), 1.0
     )
     assert torch.isfinite(got).all()
 
