@@ -26,6 +26,8 @@ class SchedulerSettings:
     `decode_step_bound_s`."""
     decode_step_bound_s: float | None = None
     """Seconds that a step with decode rows may take; the share of prompt tokens is derived from measured step cost."""
+    steps_ahead: int = 0
+    """Steps that may be planned and submitted before the oldest is committed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,18 @@ class EngineSettings:
     block_size: int = 16
     """Tokens a block."""
     num_blocks: int | None = None
-    """Blocks in the arena; None: as many as fit `memory_fraction` of free memory, up to `max_arena_bytes`."""
+    """Blocks in the arena; None: as many as fit beside weights and workspace, up to `max_arena_bytes`."""
     memory_fraction: float = 0.8
+    """CPU: share of free memory that the arena may have. CUDA: share of the memory free at start that weights,
+    workspace and arena may have together."""
     max_arena_bytes: int | None = None
+    load_format: str = "safetensors"
+    """safetensors, or dummy: random weights of the geometry in config.json."""
+    prefill: str = "auto"
+    """How prompts are computed on CUDA. packed: all tokens of a step in one pass; per_row: each token as a decode row;
+    auto: packed, if it agrees with per_row on fixed prompts at start."""
+    cuda_graphs: bool = True
+    """Replay decode steps as CUDA graphs. Off: the same steps launched one by one."""
     prefix_cache: str = "auto"
     """on, off, or auto: on where the model's KV depends on tokens alone (Ouro)."""
     deterministic: bool = True

@@ -4,9 +4,13 @@ One row per allocation, so that a step's decode rows are checked and noted in a 
 `mark_rows` are exactly repeated `begin` and `mark` of one position. Called by the ledger only, which knows which rows
 are alive.
 
-**The written contract.** A step that would attend over positions [0, first) at depth d checks first that all of them
-were written at least d deep, and that the positions it writes have blocks and were never written: what others may read
-is never written again.
+**The written contract.** A step that would attend over positions [0, first) at depth d checks first that each of them
+was written at least d deep, or is by then: begun by an earlier step, which the device runs before. It checks too that
+the positions it writes have blocks and were never begun: what others may read is never written again. What has been
+written, for all who read without a step, is what was marked.
+
+    0 ............ written ............ begun ............ num_blocks * block_size
+      marked           steps in flight       free to begin
 """
 
 from collections.abc import Sequence
@@ -17,20 +21,22 @@ from loopline.errors import WrittenContractBroken
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _FIRST_ROWS, _FIRST_WIDTH = 64, 64
-_COUNTS = ("num_blocks", "written", "depth", "last_step", "published")
+_COUNTS = ("num_blocks", "written", "begun", "depth", "last_step", "published")
 
 
 class BlockBooks:
     """Columns grown by doubling; rows of released allocations are used again.
 
-    Invariant: `depth` is the smallest depth among a row's written positions, so what the columns allow is allowed.
+    Invariants: written <= begun; `depth` is the smallest depth among a row's begun positions, so what the columns allow
+    is allowed.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.num_blocks = np.zeros(_FIRST_ROWS, np.int64)
-        self.written = np.zeros(_FIRST_ROWS, np.int64)  # positions [0, written) have KV ...
-        self.depth = np.zeros(_FIRST_ROWS, np.int64)  # ... to this depth; see `mixed` for rows with several
+        self.written = np.zeros(_FIRST_ROWS, np.int64)  # positions [0, written) have KV,
+        self.begun = np.zeros(_FIRST_ROWS, np.int64)  # and those up to here will, once `last_step` has ended,
+        self.depth = np.zeros(_FIRST_ROWS, np.int64)  # to this depth; see `mixed` for rows with several
         self.last_step = np.zeros(_FIRST_ROWS, np.int64)  # last step that may write the blocks
         self.published = np.zeros(_FIRST_ROWS, np.int64)  # leading blocks that others may read: never written again
         self.table = np.zeros((_FIRST_ROWS, _FIRST_WIDTH), np.int64)  # block ids by position
@@ -66,79 +72,115 @@ class BlockBooks:
         return self.table[row, : self.num_blocks[row]]
 
     def runs(self, row: int) -> list[tuple[int, int]]:
-        """Written runs of one row as (end position, depth)."""
+        """Begun runs of one row as (end position, depth)."""
         if row in self.mixed:
             return self.mixed[row]
-        return [(int(self.written[row]), int(self.depth[row]))] if self.written[row] else []
+        return [(int(self.begun[row]), int(self.depth[row]))] if self.begun[row] else []
 
-    def set_runs(self, row: int, runs: list[tuple[int, int]]) -> None:
-        """Replace what is known of one row; `runs` is not empty."""
-        self.written[row] = runs[-1][0]
-        self.depth[row] = min(depth for _, depth in runs)
+    def set_written(self, row: int, end: int, depth: int) -> None:
+        """Note that positions [0, end) of a row with nothing begun hold KV to `depth`."""
+        self._extend(row, end, depth)
+        self.written[row] = end
+
+    def _extend(self, row: int, end: int, depth: int) -> None:
+        """Note positions from the last begun one to `end` as begun at `depth`."""
+        runs = list(self.runs(row))
+        if runs and runs[-1][1] == depth:
+            runs.pop()
+        runs.append((end, depth))
+        self.begun[row] = end
+        self.depth[row] = min(one for _, one in runs)
         if len(runs) > 1:
             self.mixed[row] = runs
-        else:
-            self.mixed.pop(row, None)
 
     # ---- the written contract
 
     def begin(self, row: int, first: int, count: int, depth: int, step: int, writes: bool) -> None:
-        """Check one run of positions, and note that `step` may write them. Raises WrittenContractBroken."""
-        if self.written_to(row, depth) < first:
+        """Check one run of positions, and note that `step` writes them. Raises WrittenContractBroken."""
+        end, written, begun = first + count, int(self.written[row]), int(self.begun[row])
+        if self._begun_to(row, depth) < first:
             raise WrittenContractBroken(
-                f"positions up to {first - 1} are needed at depth {depth}; written: {self.runs(row)}"
+                f"positions up to {first - 1} are needed at depth {depth}; "
+                f"begun: {self.runs(row)}, of these written: {written}"
             )
-        if first + count > self.num_blocks[row] * self._block_size:
-            raise WrittenContractBroken(
-                f"positions {first}..{first + count - 1} lie past {self.num_blocks[row]} blocks"
-            )
+        if end > self.num_blocks[row] * self._block_size:
+            raise WrittenContractBroken(f"positions {first}..{end - 1} lie past {self.num_blocks[row]} blocks")
         if not writes:
-            if self.written_to(row, depth) < first + count:
-                raise WrittenContractBroken(f"positions {first}..{first + count - 1} are to be read and not written")
+            if self.written_to(row, depth) < end:
+                raise WrittenContractBroken(f"positions {first}..{end - 1} are to be read and not written")
             return
-        if first < self.written[row]:
-            raise WrittenContractBroken(f"position {first} would be written again; {self.written[row]} positions are")
+        if first < begun:
+            raise WrittenContractBroken(
+                f"position {first} would be written again; {written} positions are, and {begun - written} more begun"
+            )
+        if written < first and self.last_step[row] >= step:
+            raise WrittenContractBroken(
+                f"positions up to {first - 1} are needed by step {step}; step {self.last_step[row]} writes them"
+            )
+        self._extend(row, end, depth)
         self.last_step[row] = max(self.last_step[row], step)
 
     def begin_rows(self, rows: IntArray, firsts: IntArray, depth: int, step: int) -> None:
         """`begin` with count 1 of each of `rows` at its position of `firsts`."""
-        fine = (
-            (self.written[rows] == firsts)
-            & (self.depth[rows] >= depth)
+        plain = (
+            (self.begun[rows] == firsts)
+            & (self.depth[rows] == depth)
             & (self.num_blocks[rows] * self._block_size > firsts)
+            & ((self.written[rows] == firsts) | (self.last_step[rows] < step))
         )
-        if not fine.all():
-            for index in np.flatnonzero(~fine):  # several depths, or a broken contract: one by one
+        if self.mixed:
+            plain &= ~np.isin(rows, list(self.mixed))
+        if not plain.all():
+            for index in np.flatnonzero(~plain):  # several depths, or a broken contract: one by one
                 self.begin(int(rows[index]), int(firsts[index]), 1, depth, step, writes=True)
-        self.last_step[rows] = step
+            rows = rows[plain]
+        self.begun[rows] += 1
+        self.last_step[rows] = np.maximum(self.last_step[rows], step)
 
     def mark(self, row: int, first: int, count: int, depth: int) -> None:
-        """Note that positions [first, first + count) hold KV to `depth`; they follow what was written before."""
-        end = int(self.written[row])
-        if first != end:
-            raise WrittenContractBroken(f"position {first} is marked as written; {end} is the next that is not")
-        runs = list(self.runs(row))
-        if runs and runs[-1][1] == depth:
-            runs.pop()
-        self.set_runs(row, [*runs, (first + count, depth)])
+        """Note that positions [first, first + count) hold KV to `depth`; they follow what was written before, and
+        those of them that were begun were begun at this depth."""
+        written, begun, end = int(self.written[row]), int(self.begun[row]), first + count
+        if first != written:
+            raise WrittenContractBroken(f"position {first} is marked as written; {written} is the next that is not")
+        depths = self._depths(row, first, min(end, begun))
+        if depths - {depth}:
+            raise WrittenContractBroken(
+                f"positions {first}..{end - 1} are marked as written at depth {depth}; begun: {self.runs(row)}"
+            )
+        if end > begun:
+            self._extend(row, end, depth)
+        self.written[row] = end
 
     def mark_rows(self, rows: IntArray, firsts: IntArray, depth: int) -> None:
         """`mark` with count 1 of each of `rows` at its position of `firsts`."""
-        plain = (self.written[rows] == firsts) & (self.depth[rows] == depth)
+        plain = (self.written[rows] == firsts) & (self.begun[rows] > firsts) & (self.depth[rows] == depth)
         if self.mixed:
             plain &= ~np.isin(rows, list(self.mixed))
-        if plain.all():
-            self.written[rows] += 1
-            return
-        self.written[rows[plain]] += 1
-        for index in np.flatnonzero(~plain):
-            self.mark(int(rows[index]), int(firsts[index]), 1, depth)
+        if not plain.all():
+            for index in np.flatnonzero(~plain):
+                self.mark(int(rows[index]), int(firsts[index]), 1, depth)
+            rows = rows[plain]
+        self.written[rows] += 1
 
     def written_to(self, row: int, depth: int) -> int:
         """Positions from 0 on that were written at least `depth` deep without a gap."""
+        return min(int(self.written[row]), self._begun_to(row, depth))
+
+    def _begun_to(self, row: int, depth: int) -> int:
+        """The same of positions that were begun."""
         end = 0
         for run_end, run_depth in self.runs(row):
             if run_depth < depth:
                 break
             end = run_end
         return end
+
+    def _depths(self, row: int, first: int, end: int) -> set[int]:
+        """Depths at which positions [first, end) were begun."""
+        found, start = set(), 0
+        for run_end, run_depth in self.runs(row):
+            if start < end and first < run_end:
+                found.add(run_depth)
+            start = run_end
+        return found

@@ -3,8 +3,8 @@
 Callers hold an opaque `Allocation` and never see the pool. Nothing here does I/O or knows torch. The scheduler
 reserves, grows, publishes and releases; a worker's handoff code reads block ids and quarantines.
 
-    free --reserve/grow--> held --release--> (until the last step that may write them ended) --> free
-      ^                     | ^ `--quarantine--> quarantined --free_quarantined--> free
+    free --reserve/grow--> held --release--> waiting (until the last step that may write them has ended) --> free
+      ^                     | ^ `--quarantine--> quarantined --free_quarantined--> waiting or free
       |             publish | | reserve with a hit
       `---- evicted ---- cached (held by nobody, found by its digest)
 
@@ -51,7 +51,7 @@ class Ledger:
         self._holders: dict[int, int] = {}  # block id -> holders, of blocks that the prefix index knows
         self._num_held = 0  # blocks of live allocations, and of released ones that wait for a step; shared ones once
         self._waiting: deque[tuple[int, list[int]]] = deque()  # (step, block ids), steps ascending
-        self._quarantined: dict[int, None] = {}
+        self._quarantined: dict[int, int] = {}  # block id -> last step that may write it
         self._lent: dict[int, int] = {}  # shared blocks that a quarantine holds: how many times
         self._step_done = 0
         self._time = 0  # logical: counts releases, for the order of eviction
@@ -130,7 +130,7 @@ class Ledger:
         self._books.published[allocation._row] = len(hits)
         self._books.append(allocation._row, self._take(now - len(hits)))
         if hits:
-            self._books.set_runs(allocation._row, [(len(hits) * self.block_size, depth)])
+            self._books.set_written(allocation._row, len(hits) * self.block_size, depth)
         self._promised += later
         self._live[allocation] = None
         return allocation
@@ -170,6 +170,7 @@ class Ledger:
         """
         self._check_live(allocation)
         kept = dict.fromkeys(block_ids)
+        last_step = int(self._books.last_step[allocation._row])
         held = self.block_ids(allocation)
         missing = kept.keys() - set(held)
         if missing:
@@ -183,24 +184,28 @@ class Ledger:
                 self._lent[block_id] = self._lent.get(block_id, 0) + 1
             else:
                 self._num_held -= 1
-                self._quarantined[block_id] = None
+                self._quarantined[block_id] = last_step
         self._end(allocation, [block_id for block_id in held if block_id not in kept])
 
     def free_quarantined(self, block_ids: Sequence[int]) -> None:
-        """End the quarantine of blocks: their peer is known to use them no more."""
+        """End the quarantine of blocks: their peer is known to use them no more. Those that a submitted step may still
+        write become free once it has ended."""
         missing = [one for one in block_ids if one not in self._quarantined and one not in self._lent]
         if missing:
             raise InvariantBroken(f"blocks {missing} are not quarantined")
-        private = [block_id for block_id in block_ids if block_id in self._quarantined]
-        for block_id in private:
-            del self._quarantined[block_id]
+        private: dict[int, list[int]] = {}  # by the last step that may write them
+        for block_id in block_ids:
+            if block_id in self._quarantined:
+                private.setdefault(self._quarantined.pop(block_id), []).append(block_id)
         for block_id in block_ids:
             if block_id in self._lent:
                 self._lent[block_id] -= 1
                 if not self._lent[block_id]:
                     del self._lent[block_id]
                 self._unpin(block_id)
-        self._pool.give_back(runs_of(sorted(private)))
+        for last_step in sorted(private):
+            self._num_held += len(private[last_step])
+            self._give_back_after(last_step, private[last_step])
 
     # ---- sharing
 
@@ -231,10 +236,11 @@ class Ledger:
     def begin_run(
         self, allocation: Allocation, first: int, count: int, depth: int, step: int, writes: bool = True
     ) -> None:
-        """Check that a step may compute positions [first, first + count) at `depth`, and note that it may write them.
+        """Check that a step may compute positions [first, first + count) at `depth`, and note that it writes them.
 
         `writes` False: their KV is there already and is only read. Raises WrittenContractBroken if an earlier position
-        was not written that deep, a position has no block, or would be written where others may read.
+        was neither written that deep nor begun so by an earlier step, or a position has no block or was begun before.
+        What a step began and never wrote is void when its allocation is released, and only then.
         """
         self._check_live(allocation)
         self._books.begin(allocation._row, first, count, depth, step, writes)
@@ -336,13 +342,17 @@ class Ledger:
                 private.append(block_id)
         last_step = int(self._books.last_step[allocation._row])
         self._books.give_row(allocation._row)
+        self._give_back_after(last_step, private)
+
+    def _give_back_after(self, last_step: int, block_ids: list[int]) -> None:
+        """Blocks that nobody holds and that are counted as held: free now, or once `last_step` has ended."""
         if last_step <= self._step_done:
-            self._give_back(private)
-        elif private:
+            self._give_back(block_ids)
+        elif block_ids:
             at = len(self._waiting)
             while at and self._waiting[at - 1][0] > last_step:
                 at -= 1
-            self._waiting.insert(at, (last_step, private))
+            self._waiting.insert(at, (last_step, block_ids))
 
     def _give_back(self, block_ids: list[int]) -> None:
         self._num_held -= len(block_ids)

@@ -69,7 +69,7 @@ class Admission:
     def put_back(self, entry: Entry) -> None:
         """An entry that was preempted waits in front of all others."""
         entry.phase, entry.allocation = Phase.WAITING, None
-        entry.num_computed = entry.num_cached = 0
+        entry.num_computed = entry.num_planned = entry.num_cached = 0
         self.num_preempted += 1
         self._news += 1
         self._waiting.push_front(entry)
@@ -129,7 +129,7 @@ class Admission:
         entry.allocation, entry.phase = allocation, Phase.PREFILL
         entry.num_cached = self._ledger.written_tokens(allocation, entry.depth)
         # All of it cached: the last token is computed again, because its logits are what comes next.
-        entry.num_computed = min(entry.num_cached, num_known - 1)
+        entry.num_computed = entry.num_planned = min(entry.num_cached, num_known - 1)
         for digest in digests[entry.num_cached // self._ledger.block_size :]:
             self._computing.setdefault(digest, entry)
         return True

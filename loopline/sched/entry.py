@@ -5,7 +5,7 @@ from enum import Enum
 
 from loopline.kv.digests import BlockDigests
 from loopline.kv.ledger import Allocation
-from loopline.request import Request
+from loopline.request import FinishReason, Request
 from loopline.sched.plan import TokenHistory
 
 
@@ -20,8 +20,8 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Entry:
-    """`token_ids` are prompt and answer so far; `num_computed` of their positions have KV. What it computed is lost
-    with a preemption, what it generated is not."""
+    """`token_ids` are prompt and answer so far; `num_computed` of their positions have KV, and `num_planned` will when
+    the chunks in flight have ended. What it computed is lost with a preemption, what it generated is not."""
 
     request: Request
     token_ids: list[int]
@@ -29,6 +29,7 @@ class Entry:
     phase: Phase = Phase.WAITING
     allocation: Allocation | None = None
     num_computed: int = 0
+    num_planned: int = 0
     num_cached: int = 0  # tokens whose KV was found at admission
     num_passed: int = 0  # younger requests that were admitted before it while it stood first
 
@@ -63,6 +64,13 @@ class Entry:
     def num_written(self) -> int:
         """Positions with KV; a decoding entry's last token has none yet."""
         return len(self.token_ids) - 1 if self.phase is Phase.DECODE else self.num_computed
+
+    def take(self, token_id: int) -> FinishReason | None:
+        """Take the token after its known ones; says why the answer ends with it, if it does."""
+        if token_id in self.request.params.stop_ids:
+            return FinishReason.STOP
+        self.token_ids.append(token_id)
+        return FinishReason.LENGTH if self.num_generated >= self.request.params.max_tokens else None
 
     def token_loops_left(self) -> int:
         """Work to its most tokens."""

@@ -5,12 +5,19 @@ loop 0 to its rows' depth. Depth belongs to (row, position). A segment's rows ar
 each of many requests, as columns) and then its runs (consecutive positions of one request each). Tokens to choose
 stand in the same order: all decode rows, then the runs that have a Sampling.
 
+A plan may be made while the step before it still runs. Of a row that goes on from that step the token is not known yet:
+its `sources` say which of the tokens that the step chooses it is, and the device, which runs steps in order, has it.
+That token may turn out to be a stop id, or NOT_FINITE, which no table may be indexed by: whatever the row gives then is
+thrown away.
+
 Shape letters: D decode rows of a segment, S tokens to choose in a step.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from loopline.identity import Cause
 from loopline.kv.block_books import IntArray
@@ -68,12 +75,27 @@ class DecodeRows:
     allocations: tuple[Allocation, ...]
     book_rows: IntArray  # the ledger's row of each allocation
     positions: IntArray  # position whose KV is computed
-    token_ids: IntArray  # its token
-    num_generated: IntArray  # tokens of the answer so far
+    token_ids: IntArray  # its token; 0 where `sources` says which it will be
+    num_generated: IntArray  # tokens of the answer so far, those that are still being chosen included
     histories: tuple[TokenHistory, ...] | None = None  # None: no request asks for penalties
+    sources: IntArray | None = None  # index into the tokens of the step before, or -1 where known; None: all are known
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    def take(self, indices: Sequence[int]) -> "DecodeRows":
+        """Some of the rows, in the order of `indices`; new columns."""
+        at = np.asarray(indices, np.int64)
+        return DecodeRows(
+            requests=tuple(self.requests[index] for index in indices),
+            allocations=tuple(self.allocations[index] for index in indices),
+            book_rows=self.book_rows[at],
+            positions=self.positions[at],
+            token_ids=self.token_ids[at],
+            num_generated=self.num_generated[at],
+            histories=None if self.histories is None else tuple(self.histories[index] for index in indices),
+            sources=None if self.sources is None else self.sources[at],
+        )
 
 
 @dataclass(frozen=True)
@@ -84,6 +106,20 @@ class Segment:
     last_loop: int
     runs: tuple[RowRun, ...]
     decode: DecodeRows | None = None
+
+    @property
+    def num_chosen(self) -> int:
+        """Tokens to choose."""
+        return (0 if self.decode is None else len(self.decode)) + sum(run.sampling is not None for run in self.runs)
+
+
+def segments_of(decode: Mapping[int, DecodeRows], runs: Sequence[RowRun]) -> tuple[Segment, ...]:
+    """A segment of each depth, shallowest first, of decode rows by depth and runs."""
+    depths = sorted({*decode, *(run.params.loops for run in runs)})
+    return tuple(
+        Segment(0, depth, tuple(run for run in runs if run.params.loops == depth), decode.get(depth))
+        for depth in depths
+    )
 
 
 @dataclass(frozen=True)
@@ -102,10 +138,29 @@ class StepPlan:
         return sum(len(segment.decode) for segment in self.segments if segment.decode is not None)
 
     @property
+    def holders(self) -> list[tuple[str, Allocation]]:
+        """Id of every request with a row in this step, and the blocks that the row is in."""
+        decode = [segment.decode for segment in self.segments if segment.decode is not None]
+        return [
+            (one.request_id, allocation)
+            for rows in decode
+            for one, allocation in zip(rows.requests, rows.allocations, strict=True)
+        ] + [(run.request_id, run.allocation) for run in self.runs]
+
+    @property
     def request_ids(self) -> list[str]:
         """Every request with a row in this step."""
         decode = [segment.decode for segment in self.segments if segment.decode is not None]
         return [one.request_id for rows in decode for one in rows.requests] + [run.request_id for run in self.runs]
+
+    def decode_at(self, depth: int) -> tuple[int, DecodeRows] | None:
+        """The decode rows of that depth, and where their tokens begin among all that this step chooses."""
+        start = 0
+        for segment in self.segments:
+            if segment.last_loop == depth and segment.decode is not None:
+                return start, segment.decode
+            start += segment.num_chosen
+        return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,39 +4,50 @@ plan() -> StepPlan -> somebody computes it -> commit(plan, result) -> StepOutcom
 prompt is computed here) or by `reserve` + `activate` (their prompt's KV arrives from another worker). Blocks end in
 `Ledger.release`, or with the caller who took the allocation out by `remove`. Who waits, who is let in and who must
 step back is `loopline.sched.admission`.
+
+**Ahead of the device.** Up to `steps_ahead` further steps may be planned before the oldest is committed, and steps are
+committed in order. A plan ahead takes for granted that every row goes on; what turns out otherwise at a commit (a stop
+id, a failure, a removal) makes later rows of that request void, and they are passed over. Nobody steps back while a
+step is in flight: where a plan would need that, plan() returns None, and with nothing in flight it always can.
+
+    plan 1 | plan 2, commit 1 | plan 3, commit 2 | ...        steps_ahead = 1
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from loopline.errors import InvariantBroken
 from loopline.identity import Cause
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.messages import TokenRow
-from loopline.request import FinishReason, Request, TokenLogprobs
+from loopline.request import Request, TokenLogprobs
 from loopline.sched.admission import Admission
-from loopline.sched.budget import StepBudget, StepMeter, chunk_end, share_within
+from loopline.sched.budget import StepMeter
 from loopline.sched.decode_group import DecodeGroup
 from loopline.sched.entry import Entry, Phase
 from loopline.sched.plan import (
     NOT_FINITE,
     ChunkDone,
+    DecodeRows,
     RequestLost,
     RowRun,
-    Sampling,
     Segment,
     StepOutcome,
     StepPlan,
     StepResult,
     TokenColumns,
+    segments_of,
 )
 from loopline.sched.policy import RolePolicy
+from loopline.sched.prefill_group import PrefillGroup
 from loopline.settings import SchedulerSettings
 
 _NOT_FINITE_TEXT = "the model's logits are not finite"
 
 
 class Scheduler:
-    """Invariant: an id is waiting, running or unknown, never two of them; at most one plan is not committed."""
+    """Invariants: an id is waiting, running or unknown, never two of them; at most `steps_ahead` + 1 plans are not
+    committed, oldest first."""
 
     def __init__(
         self,
@@ -52,13 +63,13 @@ class Scheduler:
         parts = prefix_parts if policy.shares_prefixes else None
         self._admission = Admission(ledger, settings, policy, parts)
         self._running: dict[str, Entry] = {}  # in order of admission
-        self._prefilling: dict[str, Entry] = {}
+        self.meter = StepMeter()
+        self._prefilling = PrefillGroup(ledger, settings, self.meter)
         self._decoding: dict[int, DecodeGroup] = {}  # by depth
         self._num_held = 0
         self._reserved: dict[Allocation, Request] = {}
         self._step = 0
-        self._in_flight: StepPlan | None = None
-        self.meter = StepMeter()
+        self._in_flight: deque[StepPlan] = deque()
 
     # ---- queries
 
@@ -66,6 +77,11 @@ class Scheduler:
     def step(self) -> int:
         """The last step that was planned."""
         return self._step
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were planned and are not committed."""
+        return len(self._in_flight)
 
     @property
     def num_running(self) -> int:
@@ -83,8 +99,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether plan() could give a plan now or after something that runs has ended."""
-        return bool(len(self._admission)) or len(self._running) > self._num_held
+        """Whether a step is in flight, or plan() could give a plan now or after something that runs has ended."""
+        return bool(self._in_flight) or bool(len(self._admission)) or len(self._running) > self._num_held
 
     def find_cached(self, request: Request) -> list[int]:
         """Ids of the cached blocks that this request would share if it came now; nothing is held."""
@@ -150,45 +166,67 @@ class Scheduler:
     # ---- plan
 
     def plan(self) -> StepPlan | None:
-        """What the next step computes; None if nothing can be computed now."""
-        if self._in_flight is not None:
-            raise InvariantBroken(f"step {self._in_flight.step} was planned and not committed")
-        for entry in self._admission.admit(self.num_running):
-            self._running[entry.request.request_id] = entry
-            self._prefilling[entry.request.request_id] = entry
-        self._make_room()
-        groups = [group for _, group in sorted(self._decoding.items()) if len(group)]
-        decode_loops = sum(len(group) * group.depth for group in groups)
-        runs = self._prefill_runs(decode_loops)
-        if not groups and not runs:
+        """What the next step computes. None: nothing can be computed now; while a step is in flight, not before its
+        commit. Raises InvariantBroken if as many steps are in flight as may be.
+        """
+        if len(self._in_flight) > self._settings.steps_ahead:
+            raise InvariantBroken(
+                f"step {self._in_flight[0].step} was planned and not committed; "
+                f"{self._settings.steps_ahead} steps may be planned ahead"
+            )
+        decode = self._rows_ahead(self._in_flight[-1]) if self._in_flight else self._rows_now()
+        if decode is None:
+            return None
+        runs = self._prefilling.next_runs(sum(len(rows) * depth for depth, rows in decode.items()))
+        if not decode and not runs:
             return None
         self._step += 1
-        segments = self._segments(groups, runs)
-        for segment in segments:
-            if segment.decode is not None:
-                self._ledger.begin_rows(
-                    segment.decode.book_rows, segment.decode.positions, segment.last_loop, self._step
-                )
-            for run in segment.runs:
-                self._ledger.begin_run(
-                    run.allocation, run.first_position, run.num_tokens, run.params.loops, self._step, run.writes
-                )
-        self._in_flight = StepPlan(self._step, segments)
-        return self._in_flight
+        for depth, rows in decode.items():
+            self._decoding[depth].begin(rows, self._step)
+        self._prefilling.begin(runs, self._step)
+        plan = StepPlan(self._step, segments_of(decode, runs))
+        self._in_flight.append(plan)
+        return plan
+
+    def _rows_now(self) -> dict[int, DecodeRows]:
+        """Decode rows by depth, with nothing in flight; each has a block for its position."""
+        self._admit()
+        self._make_room()
+        return {depth: group.next_rows(None) for depth, group in sorted(self._decoding.items()) if len(group)}
+
+    def _rows_ahead(self, previous: StepPlan) -> dict[int, DecodeRows] | None:
+        """The same after a step that is in flight; None if there must be a commit first."""
+        groups = [(depth, group) for depth, group in sorted(self._decoding.items()) if len(group)]
+        if any(group.waits_for_tokens() for _, group in groups):
+            return None
+        decode = {}
+        for depth, group in groups:
+            rows = group.next_rows(previous)
+            if not all(self._grow(entry, num_tokens) for entry, num_tokens in group.without_room(rows)):
+                return None
+            if len(rows):
+                decode[depth] = rows
+        self._admit()
+        return decode
+
+    def _admit(self) -> None:
+        for entry in self._admission.admit(self.num_running):
+            self._running[entry.request.request_id] = entry
+            self._prefilling.add(entry)
 
     def _make_room(self) -> None:
         """A block for every decode row's next position; where there is none, the youngest requests step back."""
         for group in list(self._decoding.values()):
             if not len(group):
                 continue
-            for entry in group.without_room():
-                while entry.phase is Phase.DECODE and not self._grow(entry):
+            for entry, num_tokens in group.without_room(group.next_rows(None)):
+                while entry.phase is Phase.DECODE and not self._grow(entry, num_tokens):
                     self._preempt_youngest()
 
-    def _grow(self, entry: Entry) -> bool:
+    def _grow(self, entry: Entry, num_tokens: int) -> bool:
         if entry.allocation is None:
             raise InvariantBroken(f"request {entry.request.request_id} runs without blocks")
-        return self._ledger.grow(entry.allocation, len(entry.token_ids))
+        return self._ledger.grow(entry.allocation, num_tokens)
 
     def _preempt_youngest(self) -> None:
         """Its blocks are released, and what it generated is kept; it waits in front to be computed again."""
@@ -200,61 +238,10 @@ class Scheduler:
                 return
         raise InvariantBroken("no block is free and nothing that runs can step back")
 
-    def _prefill_runs(self, decode_loops: int) -> list[RowRun]:
-        if not self._prefilling:
-            return []
-        share = self._share() if decode_loops else None
-        budget = StepBudget(self._settings.max_token_loops, share)
-        budget.charge_decode(decode_loops)
-        runs: list[RowRun] = []
-        for entry in self._prefilling.values():
-            run = self._prefill_run(entry, budget, must_progress=not decode_loops and not runs)
-            if run is not None:
-                runs.append(run)
-        return runs
-
-    def _share(self) -> int | None:
-        """Prompt tokens that each loop may carry beside decode rows; None: no bound was asked for."""
-        if self._settings.prefill_tokens_per_loop is not None:
-            return self._settings.prefill_tokens_per_loop
-        if self._settings.decode_step_bound_s is None:
-            return None
-        deepest = max(entry.depth for entry in self._prefilling.values())
-        return share_within(self.meter.cost, self._settings.decode_step_bound_s, deepest)
-
-    def _prefill_run(self, entry: Entry, budget: StepBudget, must_progress: bool) -> RowRun | None:
-        block_size, total = self._ledger.block_size, len(entry.token_ids)
-        most = min(self._settings.chunk_tokens, budget.tokens_left(entry.depth))
-        if not most:
-            if not must_progress:
-                return None
-            most = block_size
-        end = chunk_end(entry.num_computed, total, most, block_size)
-        budget.charge_prompt(end - entry.num_computed, entry.depth)
-        if entry.allocation is None:
-            raise InvariantBroken(f"request {entry.request.request_id} runs without blocks")
-        return RowRun(
-            request_id=entry.request.request_id,
-            allocation=entry.allocation,
-            params=entry.request.params,
-            first_position=entry.num_computed,
-            token_ids=tuple(entry.token_ids[entry.num_computed : end]),
-            sampling=Sampling(end, entry.num_generated, entry.history()) if end == total else None,
-            writes=entry.num_cached < total,
-        )
-
-    def _segments(self, groups: list[DecodeGroup], runs: list[RowRun]) -> tuple[Segment, ...]:
-        decode = {group.depth: group.plan() for group in groups}
-        depths = sorted({*decode, *(run.params.loops for run in runs)})
-        return tuple(
-            Segment(0, depth, tuple(run for run in runs if run.params.loops == depth), decode.get(depth))
-            for depth in depths
-        )
-
     # ---- commit
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutcome:
-        """Take a step's result. Requests that were removed meanwhile are passed over."""
+        """Take the result of the oldest step in flight. Requests that have left meanwhile are passed over."""
         self._take_in_flight(plan)
         columns: list[TokenColumns] = []
         chunks: list[ChunkDone] = []
@@ -264,7 +251,9 @@ class Scheduler:
             if segment.decode is not None:
                 end = at + len(segment.decode)
                 logprobs = {i - at: one for i, one in result.logprobs.items() if at <= i < end}
-                columns.append(self._commit_decode(segment, result.token_ids[at:end], logprobs, lost))
+                decoded = self._commit_decode(segment, result.token_ids[at:end], logprobs, lost)
+                if decoded.requests:
+                    columns.append(decoded)
                 at = end
             for run in segment.runs:
                 chosen = None
@@ -276,17 +265,25 @@ class Scheduler:
         return StepOutcome(plan.step, tuple(columns), tuple(chunks), tuple(lost))
 
     def abandon(self, plan: StepPlan, detail: str) -> StepOutcome:
-        """A step could not be computed: every request in it is given up, and nothing else."""
+        """The oldest step in flight could not be computed: every request in it is given up, and nothing else.
+
+        Their rows in later steps are void; those steps are committed like any.
+        """
         self._take_in_flight(plan)
-        entries = [self._running.get(name) for name in plan.request_ids]
+        entries = [self._entry_of(request_id, allocation) for request_id, allocation in plan.holders]
         lost = tuple(self._lose(entry, detail) for entry in entries if entry is not None)
         self._ledger.step_done(plan.step)
         return StepOutcome(plan.step, (), (), lost)
 
     def _take_in_flight(self, plan: StepPlan) -> None:
-        if self._in_flight is not plan:
-            raise InvariantBroken(f"step {plan.step} is not the one in flight")
-        self._in_flight = None
+        if not self._in_flight or self._in_flight[0] is not plan:
+            raise InvariantBroken(f"step {plan.step} is not the oldest in flight")
+        self._in_flight.popleft()
+
+    def _entry_of(self, request_id: str, allocation: Allocation) -> Entry | None:
+        """The entry that had these blocks in some step, if it still runs; one that came again has others."""
+        entry = self._running.get(request_id)
+        return entry if entry is not None and entry.allocation is allocation else None
 
     def _commit_decode(
         self, segment: Segment, tokens: Sequence[int], logprobs: dict[int, TokenLogprobs], lost: list[RequestLost]
@@ -311,12 +308,10 @@ class Scheduler:
         chunks: list[ChunkDone],
         lost: list[RequestLost],
     ) -> None:
-        entry = self._running.get(run.request_id)
-        if entry is None or entry.allocation is not run.allocation:
+        entry = self._entry_of(run.request_id, run.allocation)
+        if entry is None:
             return
-        if run.writes:
-            self._ledger.mark_written(run.allocation, run.first_position, run.num_tokens, entry.depth)
-        entry.num_computed += run.num_tokens
+        self._prefilling.commit(entry, run)
         self._publish(entry)
         is_last = chosen is not None
         chunks.append(ChunkDone(run.request_id, run.allocation, entry.num_computed, entry.num_cached, is_last))
@@ -329,22 +324,15 @@ class Scheduler:
         columns.append(self._first_token(entry, token_id, logprobs))
 
     def _first_token(self, entry: Entry, token_id: int, logprobs: TokenLogprobs | None) -> TokenColumns:
-        params, position = entry.request.params, len(entry.token_ids)
-        finish = None
-        if token_id in params.stop_ids:
-            finish = FinishReason.STOP
-        else:
-            entry.token_ids.append(token_id)
-            if entry.num_generated >= params.max_tokens:
-                finish = FinishReason.LENGTH
+        position, finish = len(entry.token_ids), entry.take(token_id)
         if self._policy.holds_after_first_token:
-            del self._prefilling[entry.request.request_id]
+            self._prefilling.discard(entry)
             entry.phase = Phase.HELD
             self._num_held += 1
         elif finish is not None:
             self._finish(entry)
         else:
-            del self._prefilling[entry.request.request_id]
+            self._prefilling.discard(entry)
             self._start_decoding(entry)
         return TokenColumns(
             entry.depth,
@@ -365,10 +353,10 @@ class Scheduler:
 
     def _stop(self, entry: Entry) -> None:
         """Take an entry out of running; its blocks are the caller's."""
-        name = entry.request.request_id
-        del self._running[name]
-        self._prefilling.pop(name, None)
-        if entry.phase is Phase.DECODE:
+        del self._running[entry.request.request_id]
+        if entry.phase is Phase.PREFILL:
+            self._prefilling.discard(entry)
+        elif entry.phase is Phase.DECODE:
             self._decoding[entry.depth].discard(entry)
         elif entry.phase is Phase.HELD:
             self._num_held -= 1

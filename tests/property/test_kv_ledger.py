@@ -83,7 +83,8 @@ class LedgerMachine(RuleBasedStateMachine):
         self.digests: dict[Allocation, list[bytes]] = {}
         self.last_step: dict[Allocation, int] = {}
         self.may_be_written: list[tuple[int, frozenset[int]]] = []  # released blocks and the step that may write them
-        self.quarantined: list[list[int]] = []
+        self.quarantined: list[tuple[int, list[int]]] = []  # the step that may write the blocks, and their ids
+        self.begun: dict[Allocation, list[int]] = {}  # how many positions each step in flight writes, oldest first
         self.cached: dict[bytes, int] = {}  # digest -> block, held or not
         self.step = 0
         self.done = 0
@@ -105,7 +106,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def off_limits(self) -> set[int]:
         """Blocks that nobody may be given now."""
         waiting = {block for step, ids in self.may_be_written if step > self.done for block in ids}
-        return self.held_blocks() | waiting | {block for ids in self.quarantined for block in ids}
+        return self.held_blocks() | waiting | {block for _, ids in self.quarantined for block in ids}
 
     def taken(self, block_ids: list[int]) -> None:
         """Fresh blocks of an allocation: what they cached before is gone."""
@@ -135,7 +136,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert len(self.ids(allocation)) == self.blocks(now)
         self.taken(self.ids(allocation)[hits:])
         self.most[allocation], self.digests[allocation] = now + more, chain
-        self.last_step[allocation] = 0
+        self.last_step[allocation], self.begun[allocation] = 0, []
         return allocation
 
     @rule(allocation=held, share=st.floats(0, 1))
@@ -147,23 +148,44 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.grow(allocation, max(1, int(self.most[allocation] * share)))
         self.taken(self.ids(allocation)[old:])
 
-    @rule(allocation=held, count=st.integers(1, 9))
-    def compute(self, allocation: Allocation | None, count: int) -> None:
-        """One step that writes the next positions of an allocation, and ends later."""
+    @rule(allocation=held, count=st.integers(1, 9), as_row=st.booleans())
+    def begin(self, allocation: Allocation | None, count: int, as_row: bool) -> None:
+        """One step that writes the next positions of an allocation, after what earlier steps will have written."""
         if allocation not in self.most:
             return
         assert allocation is not None
-        first = self.ledger.written_tokens(allocation, DEPTH)
+        written = self.ledger.written_tokens(allocation, DEPTH)
+        first = written + sum(self.begun[allocation])
         if first + count > len(self.ids(allocation)) * BLOCK_SIZE:
             with pytest.raises(WrittenContractBroken):
                 self.ledger.begin_run(allocation, first, count, DEPTH, self.step + 1)
             return
+        if self.begun[allocation]:
+            with pytest.raises(WrittenContractBroken):
+                self.ledger.begin_run(allocation, first, count, DEPTH, self.last_step[allocation])
         self.step += 1
-        self.ledger.begin_run(allocation, first, count, DEPTH, self.step)
-        self.ledger.mark_written(allocation, first, count, DEPTH)
+        if as_row:
+            count = 1
+            rows = np.array([self.ledger.row_of(allocation)])
+            self.ledger.begin_rows(rows, np.array([first]), DEPTH, self.step)
+        else:
+            self.ledger.begin_run(allocation, first, count, DEPTH, self.step)
+        self.begun[allocation].append(count)
         self.last_step[allocation] = self.step
-        with pytest.raises(WrittenContractBroken):
-            self.ledger.begin_run(allocation, first + count + 1, 1, DEPTH, self.step)
+        assert self.ledger.written_tokens(allocation, DEPTH) == written
+        for wrong in (first + count + 1, first + count - 1):
+            with pytest.raises(WrittenContractBroken):
+                self.ledger.begin_run(allocation, wrong, 1, DEPTH, self.step + 1)
+
+    @rule(allocation=held)
+    def mark(self, allocation: Allocation | None) -> None:
+        """The oldest of its steps is committed."""
+        if allocation not in self.most or not self.begun[allocation]:
+            return
+        assert allocation is not None
+        written, count = self.ledger.written_tokens(allocation, DEPTH), self.begun[allocation].pop(0)
+        self.ledger.mark_written(allocation, written, count, DEPTH)
+        assert self.ledger.written_tokens(allocation, DEPTH) == written + count
 
     @rule(allocation=held)
     def publish(self, allocation: Allocation | None) -> None:
@@ -213,19 +235,20 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.quarantine(allocation, kept)
             kept = ids  # as workers do: all of them
         self.ledger.quarantine(allocation, kept)
-        self.quarantined.append(kept)
+        self.quarantined.append((self.last_step[allocation], kept))
         self.forget(allocation, frozenset(ids) - frozenset(kept))
 
     def forget(self, allocation: Allocation, freed: frozenset[int]) -> None:
-        del self.most[allocation], self.digests[allocation]
+        del self.most[allocation], self.digests[allocation], self.begun[allocation]
         private = freed - frozenset(self.cached.values())
         self.may_be_written.append((self.last_step.pop(allocation), private))
 
     @precondition(lambda self: self.quarantined)
     @rule()
     def free_quarantined(self) -> None:
-        ids = self.quarantined.pop()
+        last_step, ids = self.quarantined.pop()
         self.ledger.free_quarantined(ids)
+        self.may_be_written.append((last_step, frozenset(ids) - frozenset(self.cached.values())))
 
     @invariant()
     def books_add_up(self) -> None:

@@ -1,50 +1,32 @@
-"""A scripted engine that is two steps behind: what a step may still write is handed to nobody else."""
+"""Steps planned ahead while requests come and go: what a step may still write is handed to nobody else."""
 
 import random
 
-from loopline.kv.ledger import Allocation, Ledger
-from loopline.sched.policy import UnifiedPolicy
-from loopline.sched.scheduler import Scheduler
+import pytest
+
 from loopline.settings import SchedulerSettings
-from tests.support.scheduling import BLOCK_SIZE, request, run_scripted
-
-LAG = 2
+from tests.support.scheduling import ScriptedEngine, make, request
 
 
-class LaggingLedger(Ledger):
-    """Hears of the end of each step two steps late."""
-
-    def __init__(self) -> None:
-        super().__init__(24, BLOCK_SIZE)
-        self.done = 0
-
-    def step_done(self, step: int) -> None:
-        self.done = max(0, step - LAG)
-        super().step_done(self.done)
-
-
-def test_a_freed_block_waits_for_the_step_that_may_write_it() -> None:
-    generator, ledger = random.Random(7), LaggingLedger()
-    scheduler = Scheduler(ledger, SchedulerSettings(max_running=6, chunk_tokens=8), UnifiedPolicy())
-    written_by: dict[int, int] = {}  # block -> last step that may write it
-    seen: dict[Allocation, int] = {}  # allocation -> blocks of it that were checked
-    reused = 0
+@pytest.mark.parametrize("steps_ahead", [0, 1, 2])
+@pytest.mark.parametrize("parts", [None, ("model",)], ids=["private", "shared"])
+def test_a_freed_block_waits_for_the_step_that_may_write_it(steps_ahead: int, parts: tuple[str, ...] | None) -> None:
+    """The ledger under test checks each hand-out; removals fall between a plan and its commit."""
+    generator = random.Random(7)
+    ledger, scheduler = make(SchedulerSettings(max_running=6, chunk_tokens=8, steps_ahead=steps_ahead), parts=parts)
+    engine, num_waiting = ScriptedEngine(scheduler, steps_ahead), 0
     for number in range(400):
         scheduler.submit(request(f"r{number}", generator.randrange(1, 30), generator.randrange(1, 20)))
-        plan = scheduler.plan()
-        if plan is None:
-            ledger.step_done(scheduler.step + LAG)  # nothing runs: the engine catches up
-            continue
-        allocations = [one for part in plan.segments if part.decode for one in part.decode.allocations]
-        for allocation in allocations + [run.allocation for run in plan.runs]:
-            blocks = ledger.block_ids(allocation)
-            for block in blocks[seen.get(allocation, 0) :]:
-                reused += block in written_by
-                assert written_by.get(block, 0) <= ledger.done, "handed out while a step may still write it"
-            seen[allocation] = len(blocks)
-            written_by.update(dict.fromkeys(blocks, plan.step))
-        scheduler.commit(plan, run_scripted(plan))
-        if generator.random() < 0.2 and (removed := scheduler.remove(generator.choice(plan.request_ids))):
+        while engine.may_submit and engine.submit() is not None:
+            pass
+        names = engine.in_flight[-1][0].request_ids
+        if generator.random() < 0.2 and (removed := scheduler.remove(generator.choice(names))):
             ledger.release(removed)
+            num_waiting += len(ledger._waiting)
+        engine.commit()
         ledger.audit()
-    assert reused > 50
+        assert scheduler.num_in_flight == len(engine.in_flight) <= steps_ahead
+    assert ledger.num_reused > 50 and num_waiting > 10
+    while engine.in_flight:
+        engine.commit()
+    assert not ledger._waiting

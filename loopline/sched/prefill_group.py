@@ -1,0 +1,92 @@
+"""The requests whose known tokens are being computed, chunk by chunk: what of each a step takes, within its budget.
+
+Private to `loopline.sched`. The sibling of `decode_group`: an entry is here from its admission until the token after
+its known ones is there, or until it leaves.
+"""
+
+from collections.abc import Sequence
+
+from loopline.errors import InvariantBroken
+from loopline.kv.ledger import Ledger
+from loopline.sched.budget import StepBudget, StepMeter, chunk_end, share_within
+from loopline.sched.entry import Entry
+from loopline.sched.plan import RowRun, Sampling
+from loopline.settings import SchedulerSettings
+
+
+class PrefillGroup:
+    """Invariant: num_computed <= num_planned <= known tokens, of every entry. One that is planned to its end waits for
+    the commit of its last chunk: the token which that gives is known on the host before it is computed."""
+
+    def __init__(self, ledger: Ledger, settings: SchedulerSettings, meter: StepMeter) -> None:
+        self._ledger = ledger
+        self._settings = settings
+        self._meter = meter
+        self._entries: dict[str, Entry] = {}  # in order of admission
+
+    def add(self, entry: Entry) -> None:
+        """An entry was let in."""
+        self._entries[entry.request.request_id] = entry
+
+    def discard(self, entry: Entry) -> None:
+        """An entry has nothing to compute here any more."""
+        self._entries.pop(entry.request.request_id, None)
+
+    def next_runs(self, decode_loops: int) -> list[RowRun]:
+        """Chunks for the next step, which spends `decode_loops` token-loops on decode rows."""
+        entries = [entry for entry in self._entries.values() if entry.num_planned < len(entry.token_ids)]
+        if not entries:
+            return []
+        share = self._share(entries) if decode_loops else None
+        budget = StepBudget(self._settings.max_token_loops, share)
+        budget.charge_decode(decode_loops)
+        runs: list[RowRun] = []
+        for entry in entries:
+            run = self._next_run(entry, budget, must_progress=not decode_loops and not runs)
+            if run is not None:
+                runs.append(run)
+        return runs
+
+    def begin(self, runs: Sequence[RowRun], step: int) -> None:
+        """`step` computes these chunks."""
+        for run in runs:
+            self._ledger.begin_run(
+                run.allocation, run.first_position, run.num_tokens, run.params.loops, step, run.writes
+            )
+            self._entries[run.request_id].num_planned += run.num_tokens
+
+    def commit(self, entry: Entry, run: RowRun) -> None:
+        """A chunk of this entry was computed."""
+        if run.writes:
+            self._ledger.mark_written(run.allocation, run.first_position, run.num_tokens, entry.depth)
+        entry.num_computed += run.num_tokens
+
+    def _share(self, entries: Sequence[Entry]) -> int | None:
+        """Prompt tokens that each loop may carry beside decode rows; None: no bound was asked for."""
+        if self._settings.prefill_tokens_per_loop is not None:
+            return self._settings.prefill_tokens_per_loop
+        if self._settings.decode_step_bound_s is None:
+            return None
+        deepest = max(entry.depth for entry in entries)
+        return share_within(self._meter.cost, self._settings.decode_step_bound_s, deepest)
+
+    def _next_run(self, entry: Entry, budget: StepBudget, must_progress: bool) -> RowRun | None:
+        block_size, first, total = self._ledger.block_size, entry.num_planned, len(entry.token_ids)
+        most = min(self._settings.chunk_tokens, budget.tokens_left(entry.depth))
+        if not most:
+            if not must_progress:
+                return None
+            most = block_size
+        end = chunk_end(first, total, most, block_size)
+        budget.charge_prompt(end - first, entry.depth)
+        if entry.allocation is None:
+            raise InvariantBroken(f"request {entry.request.request_id} runs without blocks")
+        return RowRun(
+            request_id=entry.request.request_id,
+            allocation=entry.allocation,
+            params=entry.request.params,
+            first_position=first,
+            token_ids=tuple(entry.token_ids[first:end]),
+            sampling=Sampling(end, entry.num_generated, entry.history()) if end == total else None,
+            writes=entry.num_cached < total,
+        )
