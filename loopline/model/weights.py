@@ -5,7 +5,10 @@ A folder holds `model.safetensors`, or `model.safetensors.index.json` with the s
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,13 +18,18 @@ from torch import Tensor
 
 from loopline.errors import CheckpointError
 from loopline.model.catalog import allowed_tensors, is_computed, required_tensors
+from loopline.model.digest_cache import cached_digest
 from loopline.model_spec import ModelSpec
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_DIGEST_KIND = "blake2b of pieces, 1"  # changes with whatever changes the digest of equal files
 _DIGEST_BYTES = 16
-_READ_BYTES = 1 << 22
+_PIECE_DIGEST_BYTES = 32
+_PIECE_BYTES = 1 << 26
+_READ_BYTES = 1 << 20
+_MOST_THREADS = 16
 
 
 @dataclass(frozen=True)
@@ -85,19 +93,60 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def weights_digest(folder: str | Path) -> str:
-    """Hexadecimal blake2b of config.json and the safetensors files in name order: the same for equal files only."""
+def weights_digest(folder: str | Path, wall_ns: Callable[[], int] = time.time_ns) -> str:
+    """Hexadecimal digest of config.json and the safetensors files, names and bytes: the same for equal files only.
+
+    Kept between starts, and so quick where no file changed: see `cached_digest`, which `wall_ns` is for. Raises
+    CheckpointError that names what is missing or unreadable.
+    """
     root = Path(folder)
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for path in [root / "config.json", *weight_files(root)]:
-        try:
-            digest.update(f"{path.name}:{path.stat().st_size}\n".encode())
-            with path.open("rb") as file:
-                while part := file.read(_READ_BYTES):
-                    digest.update(part)
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error}") from error
-    return digest.hexdigest()
+    files = [root / "config.json", *weight_files(root)]
+    try:
+        return cached_digest(root, files, _DIGEST_KIND, lambda: files_digest(files), wall_ns)
+    except OSError as error:
+        raise CheckpointError(f"{root}: {error}") from error
+
+
+def files_digest(files: Sequence[Path], num_threads: int | None = None) -> str:
+    """Hexadecimal blake2b of the names, sizes and pieces' blake2b of `files` in their order; reads all of each.
+
+    Pieces, and not whole files, are what threads share: a checkpoint is often one file. `num_threads` (None: as many as
+    there are processors, up to 16) does not change the result. Raises CheckpointError that names the file.
+    """
+    sizes = [_size_bytes(path) for path in files]
+    pieces = [(path, start) for path, size in zip(files, sizes, strict=True) for start in range(0, size, _PIECE_BYTES)]
+    with ThreadPoolExecutor(num_threads or min(os.cpu_count() or 1, _MOST_THREADS)) as threads:
+        digests = threads.map(_piece_digest, pieces)
+        whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for path, size in zip(files, sizes, strict=True):
+            whole.update(f"{path.name!a} {size}\n".encode())
+            for _ in range(0, size, _PIECE_BYTES):
+                whole.update(next(digests))
+    return whole.hexdigest()
+
+
+def _size_bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _piece_digest(piece: tuple[Path, int]) -> bytes:
+    """blake2b of the bytes of a file from an offset to the next piece or its end."""
+    path, start = piece
+    digest = hashlib.blake2b(digest_size=_PIECE_DIGEST_BYTES)
+    part = memoryview(bytearray(_READ_BYTES))
+    left = _PIECE_BYTES
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(start)
+            while left and (count := file.readinto(part[: min(left, _READ_BYTES)])):
+                digest.update(part[:count])
+                left -= count
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return digest.digest()
 
 
 def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -1,8 +1,10 @@
 """Checkpoint folders that are wrong, and that each error names the file and the tensor."""
 
 import json
+import random
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from loopline.errors import CheckpointError, UnsupportedArchitecture
-from loopline.model import load_model, weights_digest
+from loopline.model import load_model, weights, weights_digest
+from loopline.model.weights import files_digest
 from tests.support.golden import GOLDEN
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 GATE = "model.early_exit_gate.weight"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOPLINE_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -141,7 +149,55 @@ def test_the_digest_changes_with_any_file_it_covers(sharded: Path) -> None:
     assert len({first, second, weights_digest(sharded)}) == 3
 
 
+def test_a_renamed_shard_is_another_digest(sharded: Path) -> None:
+    first = weights_digest(sharded)
+    (sharded / "model-00002-of-00002.safetensors").rename(sharded / "model-00002-of-00003.safetensors")
+    index = sharded / INDEX
+    index.write_text(index.read_text().replace("00002-of-00002", "00002-of-00003"))
+    assert weights_digest(sharded) != first
+
+
+def test_a_second_start_takes_the_cached_digest(ouro: Path, tmp_path: Path) -> None:
+    first = weights_digest(ouro, lambda: time.time_ns() + 10**10)
+    assert first == weights_digest(GOLDEN / "ouro_fp32")
+    (record,) = (path for path in (tmp_path / "cache").rglob("*.json") if str(ouro) in path.read_text())
+    record.write_text(record.read_text().replace(first, "5" * 32))
+    assert weights_digest(ouro) == "5" * 32
+
+
+def test_the_digest_does_not_depend_on_threads_and_covers_every_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(weights, "_READ_BYTES", 300)
+    content = random.Random(0).randbytes(3500)
+    paths = [tmp_path / name for name in ("empty", "one", "even", "odd")]
+    for path, size in zip(paths, (0, 1, 3000, 3500), strict=True):
+        path.write_bytes(content[:size])
+    first = files_digest(paths, 1)
+    assert {files_digest(paths, num_threads) for num_threads in (None, 2, 7, 64)} == {first}
+    seen = {first, files_digest(paths[:3]), files_digest([paths[0], paths[1], paths[3], paths[2]])}
+    for place in (0, 299, 300, 999, 1000, 2500, 3499):
+        paths[3].write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        seen.add(files_digest(paths))
+    assert len(seen) == 10
+
+
+def test_the_digest_is_the_same_on_every_machine(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"loop" * 1000)
+    assert files_digest([tmp_path / "a"]) == "c63c883c93dde17770ac84d769d3426e"
+
+
 def test_the_digest_of_a_folder_without_config(ouro: Path) -> None:
     (ouro / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json"):
         weights_digest(ouro)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        files_digest([ouro / "config.json"])
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "child").touch()
+    with pytest.raises(CheckpointError, match="folder"):
+        files_digest([tmp_path / "folder"])
