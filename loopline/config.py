@@ -52,6 +52,11 @@ class ModelConfig(Section):
     """Compute and KV dtype; auto: the checkpoint's own."""
     max_loops: Count | None = None
     """Most loops a request may ask for; KV is laid out for it. null: the model's default."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """dummy: random weights of the geometry in config.json, to measure without a checkpoint's weights."""
+    prefill: Literal["auto", "packed", "per_row"] = "auto"
+    """How prompts are computed on CUDA. packed: all tokens of a step in one pass; per_row: each token as a decode row;
+    auto: packed, if it agrees with per_row on fixed prompts at start."""
     initial_state: Literal["noise", "zeros"] = "noise"
     """Huginn's state before the first loop where a request names none."""
 
@@ -88,7 +93,8 @@ class WorkerGroup(Section):
     num_blocks: Count | None = None
     """Blocks in each worker's arena; null: what fits."""
     memory_fraction: Fraction = 0.8
-    """Part of free memory that an arena may take where num_blocks is null."""
+    """Where num_blocks is null: on a CPU the part of free memory that an arena may take; on CUDA the part of the
+    memory free at start that weights, workspace and arena may take together."""
     max_arena_bytes: Count | None = None
     """Most bytes of an arena where num_blocks is null; null: no further limit."""
     max_running: Count = 32
@@ -103,6 +109,10 @@ class WorkerGroup(Section):
     """On the CPU: a token's result depends neither on its batch nor on where it was computed."""
     num_threads: Count = 1
     """Threads of a CPU worker; more than 1 only where deterministic is false."""
+    cuda_graphs: bool = True
+    """On CUDA: replay decode steps as graphs; false: launch them one by one."""
+    steps_ahead: Literal[0, 1] | None = None
+    """Steps that are planned and queued before the oldest one is waited for; null: 1 on CUDA, 0 on a CPU."""
 
 
 class PrefillConfig(WorkerGroup):
@@ -212,6 +222,9 @@ class ClusterConfig(Section):
             model_path=self.model.path,
             device=group.device,
             dtype=self.model.dtype,
+            load_format=self.model.load_format,
+            prefill=self.model.prefill,
+            cuda_graphs=group.cuda_graphs,
             max_loops=self.model.max_loops,
             block_size=self.kv.block_size,
             prefix_cache=_PREFIX_CACHE[self.kv.prefix_cache],
@@ -225,6 +238,7 @@ class ClusterConfig(Section):
                 max_waiting=group.max_waiting,
                 chunk_tokens=group.chunk_tokens,
                 max_token_loops=group.max_token_loops,
+                steps_ahead=_steps_ahead(group),
                 growth_share=self.decode.growth_share if role == "decode" else 1.0,
             ),
         )
@@ -257,6 +271,12 @@ class ClusterConfig(Section):
         if role == "decode":
             return self.decode
         raise ConfigError(f"role is {role!r}; allowed: prefill, decode")
+
+
+def _steps_ahead(group: WorkerGroup) -> int:
+    if group.steps_ahead is not None:
+        return group.steps_ahead
+    return 1 if group.device.startswith("cuda") else 0
 
 
 def _group_faults(group: WorkerGroup, block_size: int) -> Iterator[tuple[str, int, str]]:

@@ -1,13 +1,14 @@
-"""A plan's segment as device tensors: which row computes what, where its KV goes, what it attends to.
+"""What a step computes, as columns on the host and then as tensors: which row computes what, where its KV goes, what it
+attends to.
 
-Rows of a segment are its decode rows, then its runs one after the other, padded at the end to a multiple of ROW_TILE;
-padding rows write the null block and are in no attention tile. Host work is a few array operations for all decode rows,
-and a few more for each run.
+Decode rows are one position each of many requests, and may be padded to any number of rows: padding writes the null
+block and attends to nothing. A packed batch is consecutive positions of a few requests. Host work is a few array
+operations for all decode rows, and a few more for each run.
 
-Shape letters: N padded rows, D decode rows, G attention tiles of T rows, B blocks of the longest table, S sampled rows.
+Shape letters: N rows, D decode rows, B blocks of the longest table, R runs, S sampled rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,139 +16,178 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.ops import ROW_TILE, AttentionPlan
+from kernels.ops import ROW_TILE, PackedPlan, PackedRun
 from loopline.kv.block_books import IntArray
 from loopline.kv.ledger import Ledger
-from loopline.request import InitialState, SamplingParams
-from loopline.sched.plan import DecodeRows, RowRun, Segment
+from loopline.request import InitialState, Request, SamplingParams
+from loopline.sched.plan import DecodeRows, RowRun
 
 ToDevice = Callable[[Any], Tensor]
+KNOWN = -1
+"""In `sources`: the row's token is in `token_ids`."""
+_LEAST_TEMPERATURE = 1e-6
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One segment's inputs. All tensors are int64 unless said."""
+@dataclass(frozen=True, eq=False)
+class RequestColumns:
+    """What a row inherits from its request, [D] each."""
 
-    depth: int
-    token_ids: Tensor  # [N]
-    positions: Tensor  # [N]
-    slots: Tensor  # [N] block * block_size + offset
-    seeds: Tensor  # [N] the request seed's 64 bits
-    zeros: Tensor  # [N] bool: rows whose initial state is all zeros
-    attention: AttentionPlan
-    sampled_rows: Tensor  # [S] row of each token to choose, in the plan's order
+    seeds: IntArray  # the request seed's 64 bits
+    zeros: IntArray  # 1: the initial state is all zeros
+    temperature: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]"  # 0: greedy
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "RequestColumns":
+        return cls(
+            np.array([signed_seed(one.seed) for one in params], np.int64),
+            np.array([one.initial_state is InitialState.ZEROS for one in params], np.int64),
+            np.array([chosen_temperature(one) for one in params], np.float64),
+        )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Columns of some rows, and their attention tiles."""
+@dataclass(frozen=True, eq=False)
+class DecodeColumns:
+    """Rows of a decode step on the host; int64 [D] unless said."""
 
     token_ids: IntArray
+    sources: IntArray  # index into the previous step's chosen tokens, or KNOWN
     positions: IntArray
-    slots: IntArray
-    seeds: IntArray
-    zeros: "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]"
-    tile_rows: IntArray  # [g, T] within the part
-    tile_positions: IntArray  # [g, T]
-    tables: IntArray  # [g, B]
-    sampled: IntArray  # rows of the part whose token is chosen
+    slots: IntArray  # block * block_size + offset
+    request: RequestColumns
+    tables: IntArray  # [D, B]
+
+    def __len__(self) -> int:
+        return len(self.positions)
 
 
-def build_batch(segment: Segment, ledger: Ledger, null_block: int, device: str) -> Batch:
-    """Lay a segment out."""
-    width = _table_width(segment, ledger.block_size)
-    parts = [] if segment.decode is None else [_decode_part(segment.decode, ledger, width)]
-    parts += [_run_part(run, ledger, width, null_block) for run in segment.runs]
-    starts = np.cumsum([0, *(len(part.positions) for part in parts)])
+def decode_columns(decode: DecodeRows, request: RequestColumns, ledger: Ledger) -> DecodeColumns:
+    """One new position of each of many requests."""
+    positions, count = decode.positions, len(decode)
+    tables = ledger.block_tables(decode.book_rows, int(positions.max()) // ledger.block_size + 1)
+    blocks = tables[np.arange(count), positions // ledger.block_size]
+    return DecodeColumns(
+        token_ids=decode.token_ids,
+        sources=np.full(count, KNOWN, np.int64) if decode.sources is None else decode.sources,
+        positions=positions,
+        slots=blocks * ledger.block_size + positions % ledger.block_size,
+        request=request,
+        tables=tables,
+    )
+
+
+def run_columns(run: RowRun, ledger: Ledger, null_block: int) -> DecodeColumns:
+    """A run's positions as decode rows, every one with the run's table."""
+    count = run.num_tokens
+    positions, slots, table = _run_places(run, ledger, null_block)
+    request = RequestColumns.of([run.params] * count)
+    return DecodeColumns(
+        token_ids=np.array(run.token_ids, np.int64),
+        sources=np.full(count, KNOWN, np.int64),
+        positions=positions,
+        slots=slots,
+        request=request,
+        tables=np.broadcast_to(table, (count, len(table))),
+    )
+
+
+def part_of(columns: DecodeColumns, start: int, end: int) -> DecodeColumns:
+    """Rows [start, end)."""
+    request = columns.request
+    return DecodeColumns(
+        token_ids=columns.token_ids[start:end],
+        sources=columns.sources[start:end],
+        positions=columns.positions[start:end],
+        slots=columns.slots[start:end],
+        request=RequestColumns(request.seeds[start:end], request.zeros[start:end], request.temperature[start:end]),
+        tables=columns.tables[start:end],
+    )
+
+
+class RequestColumnsCache:
+    """The columns of the last decode batch's requests: they stay while the same requests decode."""
+
+    def __init__(self) -> None:
+        self._requests: tuple[Request, ...] | None = None
+        self._columns: RequestColumns | None = None
+
+    def get(self, requests: tuple[Request, ...]) -> RequestColumns:
+        if self._columns is None or self._requests is not requests:
+            self._requests = requests
+            self._columns = RequestColumns.of([request.params for request in requests])
+        return self._columns
+
+
+@dataclass(frozen=True, eq=False)
+class PackedBatch:
+    """Runs one after the other, as tensors; rows are padded to a multiple of ROW_TILE. int64 unless said."""
+
+    token_ids: Tensor  # [N]
+    positions: Tensor  # [N]
+    slots: Tensor  # [N]
+    seeds: Tensor  # [N]
+    zeros: Tensor  # [N] bool
+    plan: PackedPlan
+    sampled_rows: Tensor  # [S] last row of each run that has a Sampling
+
+
+def packed_batch(runs: Sequence[RowRun], ledger: Ledger, null_block: int, to_device: ToDevice) -> PackedBatch:
+    """Lay runs out."""
+    places = [_run_places(run, ledger, null_block) for run in runs]
+    width = max(len(table) for _, _, table in places)
+    counts = [run.num_tokens for run in runs]
+    starts = np.cumsum([0, *counts])
     padding = -int(starts[-1]) % ROW_TILE
-    zero = np.zeros(padding, np.int64)
+    request = RequestColumns.of([run.params for run in runs])
+
+    def column(parts: Sequence[Any], fill: int) -> Tensor:
+        return to_device(np.concatenate([*parts, np.full(padding, fill, np.int64)]))
+
+    return PackedBatch(
+        token_ids=column([np.array(run.token_ids, np.int64) for run in runs], 0),
+        positions=column([positions for positions, _, _ in places], 0),
+        slots=column([slots for _, slots, _ in places], null_block * ledger.block_size),
+        seeds=column([np.repeat(request.seeds, counts)], 0),
+        zeros=column([np.repeat(request.zeros, counts)], 1).bool(),
+        plan=PackedPlan(
+            tuple(
+                PackedRun(int(start), run.num_tokens, run.first_position)
+                for start, run in zip(starts, runs, strict=False)
+            ),
+            to_device(np.stack([np.pad(table, (0, width - len(table)), mode="edge") for _, _, table in places])),
+        ),
+        sampled_rows=to_device(
+            np.array([end - 1 for end, run in zip(starts[1:], runs, strict=True) if run.sampling], np.int64)
+        ),
+    )
+
+
+def pinned_copier(device: torch.device) -> ToDevice:
+    """Puts host arrays on `device` without making the host wait for what the device is doing."""
 
     def to_device(array: Any) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
-    def column(name: str, fill: Any) -> Tensor:
-        return to_device(np.concatenate([*(getattr(part, name) for part in parts), fill]))
-
-    def shifted(name: str) -> Tensor:
-        pairs = zip(parts, starts[:-1], strict=True)
-        return to_device(np.concatenate([getattr(part, name) + start for part, start in pairs]))
-
-    return Batch(
-        depth=segment.last_loop,
-        token_ids=column("token_ids", zero),
-        positions=column("positions", zero),
-        slots=column("slots", np.full(padding, null_block * ledger.block_size)),
-        seeds=column("seeds", zero),
-        zeros=column("zeros", np.ones(padding, bool)),
-        attention=AttentionPlan(
-            tile_rows=shifted("tile_rows"),
-            tile_positions=to_device(np.concatenate([part.tile_positions for part in parts])),
-            block_tables=to_device(np.concatenate([part.tables for part in parts])),
-        ),
-        sampled_rows=shifted("sampled"),
-    )
+    return to_device
 
 
-def _table_width(segment: Segment, block_size: int) -> int:
-    """Blocks that the segment's longest row attends to."""
-    last = [run.first_position + run.num_tokens - 1 for run in segment.runs]
-    if segment.decode is not None:
-        last.append(int(segment.decode.positions.max()))
-    return max(last) // block_size + 1
-
-
-def _decode_part(decode: DecodeRows, ledger: Ledger, width: int) -> _Part:
-    """One position of each request: a tile each, with a single real row."""
-    positions, count = decode.positions, len(decode)
-    tables = ledger.block_tables(decode.book_rows, width)
-    blocks = positions // ledger.block_size
-    slots = tables[np.arange(count), blocks] * ledger.block_size + positions % ledger.block_size
-    tables = np.where(np.arange(width) <= blocks[:, None], tables, tables[:, :1])  # past its end a row repeats a block
-    tile_positions = np.full((count, ROW_TILE), -1, np.int64)
-    tile_positions[:, 0] = positions
-    rows = np.arange(count, dtype=np.int64)
-    return _Part(
-        token_ids=decode.token_ids,
-        positions=positions,
-        slots=slots,
-        seeds=np.array([signed_seed(request.params.seed) for request in decode.requests], np.int64),
-        zeros=np.array([_starts_from_zeros(request.params) for request in decode.requests], bool),
-        tile_rows=np.repeat(rows[:, None], ROW_TILE, axis=1),
-        tile_positions=tile_positions,
-        tables=tables,
-        sampled=rows,
-    )
-
-
-def _run_part(run: RowRun, ledger: Ledger, width: int, null_block: int) -> _Part:
-    """Consecutive positions of one request, cut into tiles of ROW_TILE rows."""
-    count, block_size = run.num_tokens, ledger.block_size
-    positions = np.arange(run.first_position, run.first_position + count, dtype=np.int64)
-    own = ledger.block_table(run.allocation)[: int(positions[-1]) // block_size + 1]
-    table = np.concatenate([own, np.full(width - len(own), own[0])])
-    if run.writes:
-        slots = table[positions // block_size] * block_size + positions % block_size
-    else:
-        slots = np.full(count, null_block * block_size)
-    num_tiles = -(-count // ROW_TILE)
-    index = np.arange(num_tiles * ROW_TILE, dtype=np.int64).reshape(num_tiles, ROW_TILE)
-    return _Part(
-        token_ids=np.array(run.token_ids, np.int64),
-        positions=positions,
-        slots=slots,
-        seeds=np.full(count, signed_seed(run.params.seed), np.int64),
-        zeros=np.full(count, _starts_from_zeros(run.params)),
-        tile_rows=np.where(index < count, index, 0),
-        tile_positions=np.where(index < count, run.first_position + index, -1),
-        tables=np.broadcast_to(table, (num_tiles, width)),
-        sampled=np.array([] if run.sampling is None else [count - 1], np.int64),
-    )
-
-
-def _starts_from_zeros(params: SamplingParams) -> bool:
-    return params.initial_state is InitialState.ZEROS
+def chosen_temperature(params: SamplingParams) -> float:
+    """The temperature to choose by; one that float32 has no room to divide logits by is 0, which is greedy."""
+    return params.temperature if params.temperature >= _LEAST_TEMPERATURE else 0.0
 
 
 def signed_seed(seed: int) -> int:
     """The int64 with the same 64 bits."""
     return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _run_places(run: RowRun, ledger: Ledger, null_block: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Positions and slots of a run's rows, and the blocks [B] up to its last position."""
+    block_size = ledger.block_size
+    positions = np.arange(run.first_position, run.first_position + run.num_tokens, dtype=np.int64)
+    table = ledger.block_table(run.allocation)[: int(positions[-1]) // block_size + 1]
+    if run.writes:
+        slots = table[positions // block_size] * block_size + positions % block_size
+    else:
+        slots = np.full(run.num_tokens, null_block * block_size)
+    return positions, slots, table

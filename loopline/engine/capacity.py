@@ -1,4 +1,4 @@
-"""How many blocks an arena gets: what was asked for, or what free memory allows."""
+"""How many blocks an arena gets: what was asked for, or what memory allows."""
 
 import os
 
@@ -16,24 +16,23 @@ def free_bytes(device: str) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def blocks_for_arena(settings: EngineSettings, layout: KVLayout, context_tokens: int) -> int:
+def blocks_for_arena(settings: EngineSettings, layout: KVLayout, context_tokens: int, budget_bytes: int) -> int:
     """Blocks of the arena, the null block not counted. Raises ConfigError if not even one fits.
 
-    Without `num_blocks`: as many as fit `memory_fraction` of free memory, at most `max_arena_bytes`, and never more
-    than `max_running` requests of full context could use.
+    Without `num_blocks`: as many as fit `budget_bytes`, at most `max_arena_bytes`, and never more than `max_running`
+    requests of full context could use.
     """
     if settings.num_blocks is not None:
         if settings.num_blocks < 1:
             raise ConfigError(f"num_blocks is {settings.num_blocks}; allowed: 1 and above")
         return settings.num_blocks
-    budget = int(free_bytes(settings.device) * settings.memory_fraction)
-    if settings.max_arena_bytes is not None:
-        budget = min(budget, settings.max_arena_bytes)
+    budget = budget_bytes if settings.max_arena_bytes is None else min(budget_bytes, settings.max_arena_bytes)
     useful = settings.scheduler.max_running * layout.blocks_for(context_tokens)
     num_blocks = min(budget // layout.block_bytes - 1, useful)
     if num_blocks < 1:
         raise ConfigError(
-            f"{budget} bytes of {settings.device} memory hold no block of {layout.block_bytes} bytes; "
-            "lower max_loops or block_size, or raise memory_fraction or max_arena_bytes"
+            f"{budget} bytes of {settings.device} memory are left for the arena and hold no block of "
+            f"{layout.block_bytes} bytes; lower max_loops, block_size, max_running or chunk_tokens, or raise "
+            "memory_fraction or max_arena_bytes"
         )
     return num_blocks

@@ -5,36 +5,46 @@ nothing else.
 """
 
 import logging
+import os
+from collections import deque
 from pathlib import Path
 
 import torch
 
 from loopline import PROTOCOL_VERSION
+from loopline.cache import cache_folder
 from loopline.clock import MonotonicClock
-from loopline.engine.capacity import blocks_for_arena
-from loopline.engine.runner import Runner, StateSource
-from loopline.errors import ConfigError
+from loopline.engine.assembly import build_parts, build_runner, memory_budget
+from loopline.engine.capacity import blocks_for_arena, free_bytes
+from loopline.engine.forward import StateSource
+from loopline.engine.runner import Submitted
+from loopline.errors import ConfigError, InvariantBroken
 from loopline.identity import Capacity, Fingerprint
 from loopline.kv.arena import Arena, allocate_arena
 from loopline.kv.layout import KVLayout
 from loopline.kv.ledger import Ledger
-from loopline.model import LoopedModel, initial_state, load_model
+from loopline.model import LoopedModel, load_model, random_model
 from loopline.model.weights import weights_digest
-from loopline.model_spec import ModelSpec
+from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.request import Limits
-from loopline.sched.plan import StepOutcome
+from loopline.sched.plan import StepOutcome, StepPlan
 from loopline.sched.policy import RolePolicy
 from loopline.sched.scheduler import Scheduler
 from loopline.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
+_ENDS_ENGINE = (torch.AcceleratorError, InvariantBroken)
+"""After these nothing that the engine computes can be trusted: a device's error stays, a broken book stays broken."""
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
 class Engine:
-    """Owns its parts; `ledger` and `scheduler` are open to the worker that steps it."""
+    """Owns its parts; `ledger` and `scheduler` are open to the worker that steps it.
 
-    def __init__(self, settings: EngineSettings, policy: RolePolicy, states: StateSource = initial_state) -> None:
+    Up to `steps_ahead` plans are on the device beside the one that is waited for. Plans are committed in order.
+    """
+
+    def __init__(self, settings: EngineSettings, policy: RolePolicy, states: StateSource | None = None) -> None:
         """Load the checkpoint and allocate the arena. Raises OperatorError kinds that say what to change.
 
         `states`: where Huginn's initial states come from, if they are given and not keyed by request seed and position.
@@ -42,17 +52,23 @@ class Engine:
         _require_device(settings.device)
         if settings.device == "cpu":
             torch.set_num_threads(1 if settings.deterministic else settings.num_threads)
+        else:
+            os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))  # compiled once, not each start
         self.settings = settings
         self._clock = MonotonicClock()
-        self.model: LoopedModel = load_model(
-            settings.model_path, settings.device, settings.dtype, deterministic=settings.deterministic
-        )
+        free_at_start = free_bytes(settings.device)
+        self.model: LoopedModel = _model(settings)
         self.layout = engine_layout(self.model.spec, settings, _DTYPE_NAMES[self.model.dtype])
-        num_blocks = blocks_for_arena(settings, self.layout, self.model.spec.context_tokens)
+        budget = 0 if settings.num_blocks else memory_budget(settings, self.model, self.layout, free_at_start)
+        num_blocks = blocks_for_arena(settings, self.layout, self.model.spec.context_tokens, budget)
         self.arena: Arena = allocate_arena(self.layout, num_blocks, settings.device)
         self.ledger = Ledger(num_blocks, settings.block_size)
         self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, self._prefix_parts())
-        self._runner = Runner(self.model, self.arena, self.ledger, settings.device, states)
+        parts = build_parts(settings, self.model, self.arena, states)
+        self._runner = build_runner(settings, parts, self.ledger, self.layout.max_loops)
+        # Oldest first: a plan, its work or what kept it from being submitted, and when that was in seconds.
+        self._in_flight: deque[tuple[StepPlan, Submitted | Exception, float]] = deque()
+        self._last_end_s = self._clock.now_s()
         logger.info("engine ready: %s, %d blocks of %d bytes", settings.model_path, num_blocks, self.layout.block_bytes)
 
     @property
@@ -82,7 +98,7 @@ class Engine:
             (
                 ("protocol", str(PROTOCOL_VERSION)),
                 ("family", self.model.spec.family.value),
-                ("weights", weights_digest(Path(self.settings.model_path))),
+                ("weights", self._weights_name()),
                 ("compute_dtype", _DTYPE_NAMES[self.model.dtype]),
                 ("kv_dtype", layout.dtype),
                 ("block_size", str(layout.block_size)),
@@ -96,19 +112,43 @@ class Engine:
         )
 
     def step(self) -> StepOutcome | None:
-        """Plan, compute and commit one step; None if there was nothing to compute."""
-        plan = self.scheduler.plan()
-        if plan is None:
+        """Submit what can be submitted, then wait for the oldest step and commit it; None if there was nothing."""
+        while len(self._in_flight) <= self.settings.scheduler.steps_ahead and (plan := self.scheduler.plan()):
+            began_s = self._clock.now_s()
+            try:
+                self._in_flight.append((plan, self._runner.submit(plan), began_s))
+            except _ENDS_ENGINE:
+                raise
+            except Exception as error:  # whatever it is, it is these requests' failure and not the engine's
+                self._in_flight.append((plan, error, began_s))
+                break
+        if not self._in_flight:
             return None
-        began_s = self._clock.now_s()
-        try:
-            result = self._runner.run(plan)
-        except Exception as error:  # whatever it is, it is these requests' failure and not the engine's
-            logger.exception("step %d failed; giving up its %d requests", plan.step, len(plan.request_ids))
-            return self.scheduler.abandon(plan, f"step {plan.step} failed: {error!r}")
+        plan, submitted, began_s = self._in_flight.popleft()
+        if isinstance(submitted, Exception):
+            return self._abandon(plan, submitted)
+        return self._commit(submitted, began_s)
+
+    def _commit(self, submitted: Submitted, began_s: float) -> StepOutcome:
+        plan = submitted.plan
+        result = self._runner.collect(submitted)
+        now_s = self._clock.now_s()
+        # A step that was queued behind another one began when that one ended.
+        taken_s, self._last_end_s = now_s - max(began_s, self._last_end_s), now_s
         prompt_loops = sum(run.num_tokens * run.params.loops for run in plan.runs)
-        self.scheduler.meter.observe(plan.num_decode_rows > 0, prompt_loops, self._clock.now_s() - began_s)
+        self.scheduler.meter.observe(plan.num_decode_rows > 0, prompt_loops, taken_s)
         return self.scheduler.commit(plan, result)
+
+    def _abandon(self, plan: StepPlan, error: Exception) -> StepOutcome:
+        self._runner.wait()  # what was queued of it may still write blocks that are about to be free
+        logger.error("step %d failed; giving up its %d requests", plan.step, len(plan.request_ids), exc_info=error)
+        return self.scheduler.abandon(plan, f"step {plan.step} failed: {error!r}")
+
+    def _weights_name(self) -> str:
+        """What stands for the weights in a fingerprint."""
+        if self.settings.load_format == "dummy":
+            return f"dummy:{self.settings.model_path}"
+        return weights_digest(Path(self.settings.model_path))
 
     def _prefix_parts(self) -> tuple[str, ...] | None:
         """What makes KV equal besides tokens and depth; None: prefixes are not shared."""
@@ -121,6 +161,13 @@ class Engine:
                 "different KV; allowed: off, auto"
             )
         return tuple(f"{name}={value}" for name, value in self.fingerprint().fields)
+
+
+def _model(settings: EngineSettings) -> LoopedModel:
+    if settings.load_format == "dummy":
+        spec = load_model_spec(settings.model_path)
+        return random_model(spec, settings.device, settings.dtype, deterministic=settings.deterministic)
+    return load_model(settings.model_path, settings.device, settings.dtype, deterministic=settings.deterministic)
 
 
 def engine_layout(spec: ModelSpec, settings: EngineSettings, dtype: str) -> KVLayout:

@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from loopline.engine.engine import Engine
-from loopline.engine.runner import StateSource
+from loopline.engine.forward import StateSource
 from loopline.errors import InvariantBroken, RequestRefused
 from loopline.kv.arena import Arena
 from loopline.messages import TokenRow
-from loopline.model import initial_state
 from loopline.model_spec import ModelSpec
 from loopline.request import Limits, Request, check_request
 from loopline.sched.policy import UnifiedPolicy
@@ -17,7 +16,7 @@ from loopline.settings import EngineSettings
 class LocalEngine:
     """A whole engine behind two calls; not for several threads."""
 
-    def __init__(self, settings: EngineSettings, states: StateSource = initial_state) -> None:
+    def __init__(self, settings: EngineSettings, states: StateSource | None = None) -> None:
         """`states`: as for Engine. Raises OperatorError kinds that say what to change."""
         self._engine = Engine(settings, UnifiedPolicy(), states)
 

@@ -1,91 +1,146 @@
-"""Computes a plan: every segment through prelude, its loops, coda and head, then one pass of sampling.
+"""Computes plans: every segment's decode rows and runs, then the choice of tokens. Decides nothing: what to compute is
+the scheduler's plan, what a result means is the scheduler's commit.
 
-The loop stands here, outside the model. Decides nothing: what to compute is the scheduler's plan, what a result means
-is the scheduler's commit.
+`submit` queues a plan's work on the device and returns; `collect` waits for its tokens. Chosen tokens stay on the
+device, where the next step's rows read them, so a plan may be submitted before the one before it is collected.
+
+Shape letters: N rows, R runs, S tokens to choose, V vocabulary.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.ops import ROW_TILE
-from loopline.engine.batch import Batch, build_batch
-from loopline.engine.sampler import Sampler
-from loopline.kv.arena import Arena
+from loopline.engine.batch import (
+    RequestColumnsCache,
+    decode_columns,
+    packed_batch,
+    part_of,
+    pinned_copier,
+    run_columns,
+)
+from loopline.engine.decode_loop import DecodeLoop
+from loopline.engine.forward import Forward, Rows
+from loopline.engine.sampler import Choice, Sampler, sample_rows
 from loopline.kv.ledger import Ledger
-from loopline.model import LoopedModel
-from loopline.sched.plan import StepPlan, StepResult
+from loopline.sched.plan import RowRun, StepPlan, StepResult
+
+_NUM_RESULTS = 4
+"""Host buffers of tokens; more than steps that can be in flight."""
 
 
-class PagedAttention:
-    """Attention of one batch over the arena: the `Attention` that a model is given by the engine."""
+@dataclass(frozen=True, eq=False)
+class Submitted:
+    """A plan whose work is queued on the device."""
 
-    def __init__(self, model: LoopedModel, arena: Arena, batch: Batch) -> None:
-        self._ops = model.ops
-        self._arena = arena
-        self._batch = batch
-        self._style = model.rope.style
-        self._cos, self._sin = model.rope.rows(batch.positions)  # [N, d/2] each
-        self._scale = model.spec.head_dim**-0.5
-
-    def attend(self, loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rotate q [N, H, d] and k [N, C, d], store k and v [N, C, d] in (loop, layer)'s plane, attend: [N, H * d]."""
-        plane = self._arena.layout.plane(loop, layer)
-        arena, batch = self._arena.tensor, self._batch
-        q = self._ops.rope_write_kv(q, k, v, self._cos, self._sin, self._style, arena, plane, batch.slots)
-        return self._ops.paged_attention(q, arena, plane, batch.attention, self._scale).flatten(1)
-
-
-class StateSource(Protocol):
-    """Where Huginn's initial states come from; `loopline.model.noise.initial_state` unless states are given."""
-
-    def __call__(self, seeds: Tensor, positions: Tensor, zeros: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """States [N, width] of rows with seeds, positions and zeros (bool), each [N]."""
-        ...
+    plan: StepPlan
+    choice: Choice
+    token_ids: Tensor  # [S] int64 on the host, valid once `done`
+    done: torch.cuda.Event | None  # None: it is done
 
 
 class Runner:
-    """Holds the model and the arena; one thread at a time."""
+    """Owns the buffers of chosen tokens; one thread at a time."""
 
     def __init__(
-        self,
-        model: LoopedModel,
-        arena: Arena,
-        ledger: Ledger,
-        device: str,
-        states: StateSource,
+        self, forward: Forward, ledger: Ledger, decode: DecodeLoop, previous: Tensor, *, packs_prompts: bool
     ) -> None:
-        self._model = model
-        self._states = states
-        self._arena = arena
+        """`previous`: int64, room for the tokens that one step may choose; the decode loop reads it. `packs_prompts`
+        False: prompts are computed as decode rows."""
+        self._forward = forward
         self._ledger = ledger
-        self._device = device
-        self._sampler = Sampler(model.spec.vocab_size, device)
+        self._decode = decode
+        self._previous = previous
+        self._packs_prompts = packs_prompts
+        device = previous.device
+        self._is_cuda = device.type == "cuda"
+        self._to_device = pinned_copier(device)
+        self._sampler = Sampler(forward.model.spec.vocab_size, str(device), forward.model.ops)
+        self._requests = RequestColumnsCache()
+        self._results = (
+            [torch.empty(len(previous), dtype=torch.int64, pin_memory=True) for _ in range(_NUM_RESULTS)]
+            if self._is_cuda
+            else []
+        )
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Compute every segment and choose the tokens. Blocks until the result is on the host."""
-        logits = []
+    def submit(self, plan: StepPlan) -> Submitted:
+        """Queue a plan's work. On a CPU it is done on return."""
+        logits: list[Tensor] = []
+        chosen: Tensor | None = None
         for segment in plan.segments:
-            batch = build_batch(segment, self._ledger, self._arena.null_block, self._device)
-            logits.append(self._forward(batch))
-        return self._sampler.sample(torch.cat(logits), plan)
+            if segment.decode is not None:
+                request = self._requests.get(segment.decode.requests)
+                columns = decode_columns(segment.decode, request, self._ledger)
+                output = self._decode.run(columns, segment.last_loop, self._previous)
+                chosen = output.chosen
+                is_last = segment is plan.segments[-1] and not segment.runs
+                logits.append(output.logits if is_last else output.logits.clone())  # the next run writes over it
+            if segment.runs:
+                logits.append(self.prompt_logits(segment.runs, segment.last_loop))
+        rows = sample_rows(plan)
+        if chosen is not None and len(logits) == 1 and self._sampler.is_plain(rows):
+            return self._hand_over(plan, Choice(chosen, {}))
+        return self._hand_over(plan, self._sampler.choose(torch.cat(logits) if len(logits) > 1 else logits[0], rows))
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """Logits [S, V] float32 of the batch's sampled rows; KV of every row lands in the arena."""
-        model = self._model
-        attention = PagedAttention(model, self._arena, batch)
-        embedded = model.prelude(batch.token_ids, attention)
-        noise = None
-        if model.uses_initial_state:
-            noise = self._states(batch.seeds, batch.positions, batch.zeros, embedded.shape[1], embedded.dtype)
-        state = model.first_state(embedded, noise)
-        for loop in range(batch.depth):
-            state = model.core_step(loop, state, embedded, attention)
-        hidden = model.coda(state, attention)
+    def collect(self, submitted: Submitted) -> StepResult:
+        """Wait for a plan's tokens."""
+        if submitted.done is not None:
+            submitted.done.synchronize()
+        return submitted.choice.result(submitted.plan.step, submitted.token_ids.tolist())
+
+    def wait(self) -> None:
+        """Wait for everything that is queued."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self._previous.device)
+
+    def prompt_logits(self, runs: Sequence[RowRun], depth: int) -> Tensor:
+        """Compute runs; logits [S, V] float32 of the last row of each that has a Sampling."""
+        return self.packed_logits(runs, depth) if self._packs_prompts else self.per_row_logits(runs, depth)
+
+    def packed_logits(self, runs: Sequence[RowRun], depth: int, *, every_row: bool = False) -> Tensor:
+        """`prompt_logits` by one packed pass over all runs; `every_row`: of every row [N, V]."""
+        null_block = self._forward.arena.null_block
+        batch = packed_batch(runs, self._ledger, null_block, self._to_device)
+        rows = Rows(batch.token_ids, batch.positions, batch.slots, batch.seeds, batch.zeros, batch.plan)
+        hidden = self._forward.hidden(rows, depth)
+        head = self._forward.model.head
+        if every_row:
+            return head(hidden)[: sum(run.num_tokens for run in runs)]
         num_sampled = len(batch.sampled_rows)
         if not num_sampled:
-            return hidden.new_zeros((0, model.spec.vocab_size), dtype=torch.float32)
+            return hidden.new_zeros((0, self._forward.model.spec.vocab_size), dtype=torch.float32)
         padding = batch.sampled_rows.new_zeros(-num_sampled % ROW_TILE)
-        return model.head(hidden[torch.cat([batch.sampled_rows, padding])])[:num_sampled]
+        return head(hidden[torch.cat([batch.sampled_rows, padding])])[:num_sampled]
+
+    def per_row_logits(self, runs: Sequence[RowRun], depth: int, *, every_row: bool = False) -> Tensor:
+        """`prompt_logits` with every position a row of the decode path; `every_row`: of every row [N, V]."""
+        logits = []
+        for run in runs:
+            columns = run_columns(run, self._ledger, self._forward.arena.null_block)
+            for start in range(0, len(columns), self._decode.max_rows):
+                part = part_of(columns, start, min(start + self._decode.max_rows, len(columns)))
+                output = self._decode.run(part, depth, self._previous)
+                is_last = start + len(part) == len(columns)
+                if every_row:
+                    logits.append(output.logits.clone())
+                elif is_last and run.sampling is not None:
+                    logits.append(output.logits[-1:].clone())
+        if not logits:
+            return torch.zeros((0, self._forward.model.spec.vocab_size), device=self._previous.device)
+        return torch.cat(logits)
+
+    def _hand_over(self, plan: StepPlan, choice: Choice) -> Submitted:
+        """Keep the tokens for the next step, and send them on their way to the host."""
+        count = len(choice.token_ids)
+        self._previous[:count].copy_(choice.token_ids)
+        if not self._is_cuda:
+            return Submitted(plan, choice, choice.token_ids, None)
+        on_host = self._results[plan.step % _NUM_RESULTS][:count]
+        on_host.copy_(self._previous[:count], non_blocking=True)
+        done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's stubs leave it out
+        done.record()
+        return Submitted(plan, choice, on_host, done)

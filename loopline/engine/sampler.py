@@ -17,16 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.philox import Purpose, random_words
-from loopline.engine.batch import signed_seed
+from kernels.ops import Ops
+from kernels.reference import gumbel
+from loopline.engine.batch import ToDevice, chosen_temperature, pinned_copier, signed_seed
 from loopline.kv.block_books import IntArray
 from loopline.request import SamplingParams, TokenLogprob, TokenLogprobs
 from loopline.sched.plan import NOT_FINITE, StepPlan, StepResult, TokenHistory
 
-_COLUMN_TILE = 64
 _NEVER = float("-inf")
-_LEAST_TEMPERATURE = 1e-6
-"""Below it float32 has no room for logits / temperature; such a temperature is greedy for every purpose."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,32 +37,54 @@ class SampleRows:
     histories: tuple[TokenHistory, ...] | None  # None: no row has penalties
 
 
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """Tokens that were chosen and may still be on their way."""
+
+    token_ids: Tensor  # [S] int64 on the logits' device; NOT_FINITE where a row's logits were not
+    logprobs: "dict[int, _RowLogprobs]"
+
+    def result(self, step: int, token_ids: Sequence[int]) -> StepResult:
+        """The step's result, `token_ids` on the host by now."""
+        chosen = {row: one.of(token_ids[row]) for row, one in self.logprobs.items() if token_ids[row] != NOT_FINITE}
+        return StepResult(step, token_ids, chosen)
+
+
 class Sampler:
     """Keeps the tensors of the last batch's parameters; nothing else lives from call to call."""
 
-    def __init__(self, vocab_size: int, device: str) -> None:
+    def __init__(self, vocab_size: int, device: str, ops: Ops | None = None) -> None:
+        """`ops`: chooses for batches that ask for no more than a temperature, on CUDA."""
         self._vocab_size = vocab_size
         self._device = device
+        self._ops = ops if device.startswith("cuda") else None
+        self._to_device: ToDevice = pinned_copier(torch.device(device))
         self._known: _Parameters | None = None
 
     def sample(self, logits: Tensor, plan: StepPlan) -> StepResult:
-        """Choose a token for every row of `logits` [S, V] float32; the rows are those of `sample_rows(plan)`."""
-        rows = sample_rows(plan)
+        """Choose a token for every row of `logits` [S, V] float32, and wait for it; rows as `sample_rows(plan)`."""
+        choice = self.choose(logits, sample_rows(plan))
+        return choice.result(plan.step, choice.token_ids.tolist())
+
+    def is_plain(self, rows: SampleRows) -> bool:
+        """Whether temperature and seed alone say how these rows are chosen (`Ops.choose_tokens`)."""
+        return rows.histories is None and self._parameters(rows.params).is_plain
+
+    def choose(self, logits: Tensor, rows: SampleRows) -> Choice:
+        """Choose a token for every row of `logits` [S, V] float32. On CUDA the host waits for nothing, unless the
+        requests are others than last time."""
         if not rows.params:
-            return StepResult(plan.step, ())
+            return Choice(torch.zeros(0, dtype=torch.int64, device=self._device), {})
         known = self._parameters(rows.params)
+        if self._ops is not None and rows.histories is None and known.is_plain:
+            positions = self._to_device(rows.positions)
+            return Choice(self._ops.choose_tokens(logits, known.all_temperatures, known.all_seeds, positions), {})
         logprobs = self._logprobs(logits, rows.params) if known.wants_logprobs else {}
         adjusted = self._adjust(logits, rows, known)
         if known.any_random:
             adjusted = self._perturb(adjusted, rows, known)
-        chosen = adjusted.argmax(dim=1)
         finite = torch.isfinite(logits).all(dim=1)
-        token_ids: list[int] = torch.where(finite, chosen, NOT_FINITE).tolist()
-        return StepResult(
-            plan.step,
-            token_ids,
-            {row: one.of(token_ids[row]) for row, one in logprobs.items() if token_ids[row] != NOT_FINITE},
-        )
+        return Choice(torch.where(finite, adjusted.argmax(dim=1), NOT_FINITE), logprobs)
 
     def _parameters(self, params: tuple[SamplingParams, ...]) -> "_Parameters":
         known = self._known
@@ -91,8 +111,8 @@ class Sampler:
         if known.stops is not None:
             banned = rows.num_generated[known.stops[0]] < known.min_tokens[known.stops[0]]
             if banned.any():
-                where = tuple(torch.from_numpy(column[banned]).to(self._device) for column in known.stops)
-                logits = logits.index_put(where, torch.tensor(_NEVER, device=self._device))
+                where = tuple(self._to_device(column[banned]) for column in known.stops)
+                logits = logits.index_put(where, logits.new_full((), _NEVER))
         return logits
 
     def _penalise(self, logits: Tensor, histories: Sequence[TokenHistory], known: "_Parameters") -> Tensor:
@@ -107,7 +127,7 @@ class Sampler:
         counts = torch.zeros((len(histories), self._vocab_size), device=self._device)
         rows = np.repeat(np.arange(len(histories)), [len(history) for history in histories])
         tokens = np.array([token for history in histories for token in history], np.int64)
-        index = (torch.from_numpy(rows).to(self._device), torch.from_numpy(tokens).to(self._device))
+        index = (self._to_device(rows), self._to_device(tokens))
         return counts.index_put(index, torch.ones(len(tokens), device=self._device), accumulate=True)
 
     def _perturb(self, logits: Tensor, rows: SampleRows, known: "_Parameters") -> Tensor:
@@ -115,15 +135,8 @@ class Sampler:
         random = known.random_rows
         some = logits[random]
         scaled = _filter((some - some.max(dim=1, keepdim=True).values) / known.temperature, known)
-        gumbel = self._gumbel(known.seeds, torch.from_numpy(rows.positions).to(self._device)[random])
-        return logits.double().index_copy(0, random, scaled.double() + gumbel)
-
-    def _gumbel(self, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Standard Gumbel draws [S, V] float64 of seeds [S] and positions [S]."""
-        width = -(-self._vocab_size // _COLUMN_TILE) * _COLUMN_TILE
-        words = random_words(seeds, positions, Purpose.SAMPLING, width)  # [S, W]
-        uniform = (words.double() + 0.5) * 2.0**-32
-        return -torch.log(-torch.log(uniform))[:, : self._vocab_size]
+        noise = gumbel(known.seeds, self._to_device(rows.positions)[random], self._vocab_size)
+        return logits.double().index_copy(0, random, scaled.double() + noise)
 
 
 def sample_rows(plan: StepPlan) -> SampleRows:
@@ -171,6 +184,9 @@ class _Parameters:
     bias: tuple[tuple[Tensor, Tensor], Tensor] | None  # (rows, token ids), values
     stops: tuple[IntArray, IntArray] | None  # (rows, token ids) of rows with min_tokens
     min_tokens: IntArray  # [S]
+    is_plain: bool  # nothing but temperature is asked for, penalties aside
+    all_temperatures: Tensor  # [S] float32; 0: greedy
+    all_seeds: Tensor  # [S] int64
 
     @property
     def any_random(self) -> bool:
@@ -184,7 +200,7 @@ class _Parameters:
         def ids(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        random_rows = [row for row, one in enumerate(params) if one.temperature >= _LEAST_TEMPERATURE]
+        random_rows = [row for row, one in enumerate(params) if chosen_temperature(one)]
         random = [params[row] for row in random_rows]
         cut_rows = [row for row, one in enumerate(random) if one.top_k or one.top_p < 1]
         bias = [(row, token, value) for row, one in enumerate(params) for token, value in one.logit_bias.items()]
@@ -206,7 +222,15 @@ class _Parameters:
             bias=(bias_index, column([value for _, _, value in bias])[:, 0]) if bias else None,
             stops=(np.array([row for row, _ in stops]), np.array([token for _, token in stops])) if stops else None,
             min_tokens=np.array([one.min_tokens for one in params], np.int64),
+            is_plain=all(_is_plain(one) for one in params),
+            all_temperatures=column([chosen_temperature(one) for one in params])[:, 0],
+            all_seeds=ids([signed_seed(one.seed) for one in params]),
         )
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    cuts = params.top_k or params.top_p < 1 or params.min_p
+    return not (cuts or params.logit_bias or params.logprobs is not None or (params.min_tokens and params.stop_ids))
 
 
 class _RowLogprobs:

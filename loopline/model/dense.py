@@ -21,12 +21,25 @@ class DenseAttention:
     its.
     """
 
+    num_kv_heads: int
+    head_dim: int
     style: RopeStyle
     cos: Tensor  # [N, d/2] float32
     sin: Tensor  # [N, d/2] float32
 
-    def attend(self, loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of q [N, H, d] over k and v [N, C, d], softmax in float32: [N, H * d]."""
+    @classmethod
+    def of(cls, model: LoopedModel, num_tokens: int) -> "DenseAttention":
+        """For the first `num_tokens` positions of a prompt of this model."""
+        spec, rope = model.spec, model.rope
+        return cls(spec.num_kv_heads, spec.head_dim, rope.style, rope.cos[:num_tokens], rope.sin[:num_tokens])
+
+    def attend(self, loop: int, layer: int, qkv: Tensor, qk_bias: Tensor | None) -> Tensor:
+        """See `loopline.model.layers.Attention`; softmax in float32."""
+        num_heads = qkv.shape[1] // self.head_dim - 2 * self.num_kv_heads
+        heads = qkv.view(len(qkv), -1, self.head_dim)
+        qk, v = heads[:, : -self.num_kv_heads], heads[:, -self.num_kv_heads :]
+        qk = qk if qk_bias is None else qk + qk_bias
+        q, k = qk[:, :num_heads], qk[:, num_heads:]
         group = q.shape[1] // k.shape[1]
         q = rotate(q, self.cos, self.sin, self.style).float()
         k = rotate(k, self.cos, self.sin, self.style).float().repeat_interleave(group, dim=1)
@@ -41,7 +54,7 @@ class DenseAttention:
 def prompt_logits(model: LoopedModel, token_ids: Sequence[int], loops: int, initial_state: Tensor | None) -> Tensor:
     """Float32 logits [tokens, V]; see `LoopedModel.prompt_logits`."""
     rows = torch.tensor(token_ids, dtype=torch.int64, device=model.device)
-    attention = DenseAttention(model.rope.style, model.rope.cos[: len(rows)], model.rope.sin[: len(rows)])
+    attention = DenseAttention.of(model, len(rows))
     noise = None if initial_state is None else initial_state.to(model.device, model.dtype)
     e = model.prelude(rows, attention)
     state = model.first_state(e, noise)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kernels.ops import Ops
 from loopline.model.dense import prompt_logits
-from loopline.model.layers import Attention, FeedForward, RopeTable, split_heads
+from loopline.model.layers import Attention, FeedForward, RopeTable
 from loopline.model_spec import ModelSpec
 
 
@@ -26,8 +26,7 @@ class HuginnLayer:
     mlp_in: Tensor  # [E]
     mlp_sum: Tensor  # [E]
     qkv: Tensor  # [3E, E]
-    q_bias: Tensor  # [H, d]
-    k_bias: Tensor  # [H, d]
+    qk_bias: Tensor  # [2H, d], queries' first
     out: Tensor  # [E, E]
     mlp: FeedForward
 
@@ -60,7 +59,7 @@ class HuginnModel:
     def prelude(self, token_ids: Tensor, attention: Attention) -> Tensor:
         """Scaled embeddings through the prelude's blocks: [N, E]."""
         x = functional.embedding(token_ids, self.embedding) * math.sqrt(self.spec.hidden_size)
-        return self._blocks(0, 0, self.spec.num_prelude, x, attention)
+        return self._blocks(0, 0, self.spec.num_prelude, x, None, attention)[0]
 
     def first_state(self, e: Tensor, noise: Tensor | None) -> Tensor:
         """The noise itself, or zeros: [N, E]."""
@@ -69,13 +68,13 @@ class HuginnModel:
     def core_step(self, loop: int, state: Tensor, e: Tensor, attention: Attention) -> Tensor:
         """The adapter joins state and e, then the recurrent blocks; only their own norms close a loop: [N, E]."""
         joined = self.ops.linear(torch.cat((state, e), dim=-1), self.adapter)
-        return self._blocks(loop, self.spec.num_prelude, self.spec.num_recurrent, joined, attention)
+        return self._blocks(loop, self.spec.num_prelude, self.spec.num_recurrent, joined, None, attention)[0]
 
     def coda(self, state: Tensor, attention: Attention) -> Tensor:
         """The final norm, the coda's blocks, the final norm again: [N, E]."""
         x = self.ops.rms_norm(state, self.final_norm, self.spec.norm_eps)
-        x = self._blocks(0, self.spec.num_prelude + self.spec.num_recurrent, self.spec.num_coda, x, attention)
-        return self.ops.rms_norm(x, self.final_norm, self.spec.norm_eps)
+        first, count = self.spec.num_prelude + self.spec.num_recurrent, self.spec.num_coda
+        return self._blocks(0, first, count, x, self.final_norm, attention)[1]
 
     def head(self, hidden: Tensor) -> Tensor:
         """Float32 logits [R, V]."""
@@ -87,17 +86,22 @@ class HuginnModel:
         """See `LoopedModel.prompt_logits`."""
         return prompt_logits(self, token_ids, loops or self.spec.default_loops, initial_state)
 
-    def _blocks(self, loop: int, first: int, count: int, x: Tensor, attention: Attention) -> Tensor:
-        """x [N, E] through physical layers first to first + count - 1: [N, E]."""
-        ops, eps = self.ops, self.spec.norm_eps
-        for index in range(first, first + count):
-            layer = self.layers[index]
-            q, k, v = split_heads(ops.linear(ops.rms_norm(x, layer.attention_in, eps), layer.qkv), self.spec)
-            mixed = attention.attend(loop, index, q + layer.q_bias, k + layer.k_bias, v)
-            x = ops.add_then_rms_norm(ops.linear(mixed, layer.out), x, layer.attention_sum, eps)
-            branch = layer.mlp(ops, ops.rms_norm(x, layer.mlp_in, eps))
-            x = ops.add_then_rms_norm(branch, x, layer.mlp_sum, eps)
-        return x
+    def _blocks(
+        self, loop: int, first: int, count: int, x: Tensor, last_norm: Tensor | None, attention: Attention
+    ) -> tuple[Tensor, Tensor]:
+        """x [N, E] through physical layers first to first + count - 1, and that normed by `last_norm`: each [N, E].
+
+        Without `last_norm` the second is of no use.
+        """
+        ops, eps, layers = self.ops, self.spec.norm_eps, self.layers[first : first + count]
+        last = layers[-1].mlp_sum if last_norm is None else last_norm
+        following = [layer.attention_in for layer in layers[1:]] + [last]
+        normed = ops.rms_norm(x, layers[0].attention_in, eps)
+        for index, (layer, next_norm) in enumerate(zip(layers, following, strict=True), start=first):
+            mixed = attention.attend(loop, index, ops.linear(normed, layer.qkv), layer.qk_bias)
+            x, normed = ops.add_norm_norm(x, ops.linear(mixed, layer.out), layer.attention_sum, layer.mlp_in, eps)
+            x, normed = ops.add_norm_norm(x, layer.mlp(ops, normed), layer.mlp_sum, next_norm, eps)
+        return x, normed
 
 
 def huginn_tensors(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -123,15 +127,13 @@ def build_huginn(spec: ModelSpec, ops: Ops, rope: RopeTable, tensor: Callable[[s
     """The model from `tensor`, which gives each public name's tensor in the model's dtype, on its device."""
 
     def layer(prefix: str) -> HuginnLayer:
-        q_bias, k_bias = tensor(f"{prefix}.attn.qk_bias").squeeze(1).unbind(0)
         return HuginnLayer(
             attention_in=tensor(f"{prefix}.norm_1.weight"),
             attention_sum=tensor(f"{prefix}.norm_2.weight"),
             mlp_in=tensor(f"{prefix}.norm_3.weight"),
             mlp_sum=tensor(f"{prefix}.norm_4.weight"),
             qkv=tensor(f"{prefix}.attn.Wqkv.weight"),
-            q_bias=q_bias,
-            k_bias=k_bias,
+            qk_bias=tensor(f"{prefix}.attn.qk_bias").flatten(0, 2),
             out=tensor(f"{prefix}.attn.proj.weight"),
             mlp=FeedForward(gate_up=tensor(f"{prefix}.mlp.fc.weight"), down=tensor(f"{prefix}.mlp.proj.weight")),
         )

@@ -26,9 +26,9 @@ from loopline.model_spec import Family, ModelSpec
 class Attention(Protocol):
     """Where a batch's rows stand and where their keys and values live; made anew for every batch."""
 
-    def attend(self, loop: int, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Rotate q [N, H, d] and k [N, C, d] by each row's position, keep k and v [N, C, d], attend causally: [N, H *
-        d].
+    def attend(self, loop: int, layer: int, qkv: Tensor, qk_bias: Tensor | None) -> Tensor:
+        """Queries, keys and values of qkv [N, (H + 2C) * d]: add qk_bias [H + C, d] to the first two, rotate them by
+        each row's position, keep keys and values, attend causally: [N, H * d].
 
         Keys and values are those of the plane of (loop, layer). `layer` is physical (prelude, recurrent, coda); `loop`
         is 0 in the prelude and the coda.
@@ -120,11 +120,4 @@ class FeedForward:
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """`down(silu(gate(x)) * up(x))` for x [N, E]: [N, E]."""
-        return ops.linear(ops.silu_mul(ops.linear(x, self.gate_up)), self.down)
-
-
-def split_heads(qkv: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q [N, H, d], k and v [N, C, d] of one fused row [N, (H + 2C) * d]."""
-    heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
-    first_value = spec.num_heads + spec.num_kv_heads
-    return heads[:, : spec.num_heads], heads[:, spec.num_heads : first_value], heads[:, first_value:]
+        return ops.linear(ops.gated_linear(x, self.gate_up), self.down)

@@ -14,7 +14,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from kernels.philox import Purpose, random_words
+from kernels.ops import Ops
 
 TABLE_BITS = 16
 _CUT = 3.0
@@ -32,12 +32,10 @@ def quantile_table(device: torch.device) -> Tensor:
     return torch.cat((-positive.flip(0), positive)).to(device)
 
 
-def initial_state(seeds: Tensor, positions: Tensor, zeros: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """State [N, E] before loop 0 of rows with seeds [N] (bits of an unsigned 64-bit number) at positions [N], both
-    int64.
+def initial_state(ops: Ops, seeds: Tensor, positions: Tensor, zeros: Tensor, like: Tensor) -> Tensor:
+    """State [N, E] before loop 0, in the dtype of `like` [N, E], of rows with seeds [N] (bits of an unsigned 64-bit
+    number) at positions [N], both int64.
 
     Rows where zeros [N] (bool) is true are all zero.
     """
-    words = random_words(seeds, positions, Purpose.INITIAL_STATE, width)
-    state = quantile_table(seeds.device)[words >> (32 - TABLE_BITS)]
-    return state.masked_fill_(zeros.unsqueeze(1), 0.0).to(dtype)
+    return ops.initial_state(seeds, positions, zeros, quantile_table(seeds.device), like)

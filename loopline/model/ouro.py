@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kernels.ops import Ops
 from loopline.model.dense import prompt_logits
-from loopline.model.layers import Attention, FeedForward, RopeTable, split_heads
+from loopline.model.layers import Attention, FeedForward, RopeTable
 from loopline.model_spec import ModelSpec
 
 _NORMS = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
@@ -67,13 +67,14 @@ class OuroModel:
     def core_step(self, loop: int, state: Tensor, e: Tensor, attention: Attention) -> Tensor:
         """All layers, then the final norm, whose result feeds the next loop; e is not used again: [N, E]."""
         ops, eps = self.ops, self.spec.norm_eps
-        for index, layer in enumerate(self.layers):
-            qkv = ops.linear(ops.rms_norm(state, layer.attention_in, eps), layer.qkv)
-            mixed = attention.attend(loop, index, *split_heads(qkv, self.spec))
-            state = ops.rms_norm_then_add(state, ops.linear(mixed, layer.out), layer.attention_out, eps)
-            branch = layer.mlp(ops, ops.rms_norm(state, layer.mlp_in, eps))
-            state = ops.rms_norm_then_add(state, branch, layer.mlp_out, eps)
-        return ops.rms_norm(state, self.final_norm, eps)
+        following = [layer.attention_in for layer in self.layers[1:]] + [self.final_norm]
+        normed = ops.rms_norm(state, self.layers[0].attention_in, eps)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            mixed = attention.attend(loop, index, ops.linear(normed, layer.qkv), None)
+            branch = ops.linear(mixed, layer.out)
+            state, normed = ops.norm_add_norm(state, branch, layer.attention_out, layer.mlp_in, eps)
+            state, normed = ops.norm_add_norm(state, layer.mlp(ops, normed), layer.mlp_out, next_norm, eps)
+        return normed
 
     def coda(self, state: Tensor, attention: Attention) -> Tensor:
         """The last loop's state as it is: its norm has been applied."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,14 +30,23 @@ NEW_TOKENS = 32
 FED = range(0, NEW_TOKENS, 1 if os.environ.get("LOOPLINE_SOAK") == "1" else 4)  # continuations that are fed in bf16
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WAYS = [("cpu", "packed"), *(pytest.param("cuda", way, marks=pytest.mark.gpu) for way in ("packed", "per_row"))]
+
+
+def scheduler_for(settings: SchedulerSettings, device: str) -> SchedulerSettings:
+    """As a worker on that device would run it."""
+    return replace(settings, steps_ahead=1 if device == "cuda" else 0)
+
+
 class GivenStates:
     """The saved initial states: a request's seed is its case's number, row p of its table belongs to position p."""
 
     def __init__(self, cases: Sequence[GoldenCase]) -> None:
         self._tables = [case.s0 for case in cases]
 
-    def __call__(self, seeds: Tensor, positions: Tensor, zeros: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        states = torch.zeros(len(seeds), width, dtype=dtype)
+    def __call__(self, seeds: Tensor, positions: Tensor, zeros: Tensor, like: Tensor) -> Tensor:
+        states = torch.zeros_like(like)
         for row, (seed, position, is_padding) in enumerate(zip(seeds, positions, zeros, strict=True)):
             table = self._tables[int(seed)]
             if table is not None and not is_padding:
@@ -44,8 +54,15 @@ class GivenStates:
         return states
 
 
-def engine_for(golden: GoldenSet) -> LocalEngine:
-    settings = EngineSettings(model_path=str(golden.path), block_size=4, num_blocks=128, scheduler=SCHEDULER)
+def engine_for(golden: GoldenSet, device: str, prefill: str = "packed") -> LocalEngine:
+    settings = EngineSettings(
+        model_path=str(golden.path),
+        device=device,
+        block_size=4,
+        num_blocks=128,
+        prefill=prefill,
+        scheduler=scheduler_for(SCHEDULER, device),
+    )
     return LocalEngine(settings, GivenStates(golden.cases))
 
 
@@ -63,10 +80,11 @@ def saved_logprobs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     return torch.log_softmax(logits.float(), dim=-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1)
 
 
+@pytest.mark.parametrize(("device", "prefill"), WAYS)
 @pytest.mark.parametrize("name", [name for name in golden_sets() if name.endswith("fp32")])
-def test_fp32_tokens_and_logprobs(name: str) -> None:
+def test_fp32_tokens_and_logprobs(name: str, device: str, prefill: str) -> None:
     golden = load_case(name)
-    engine = engine_for(golden)
+    engine = engine_for(golden, device, prefill)
     loops = engine.spec.default_loops
     requests = [request(i, case.prompt, NEW_TOKENS, loops) for i, case in enumerate(golden.cases)]
     answers = engine.generate_all(requests)
@@ -78,10 +96,11 @@ def test_fp32_tokens_and_logprobs(name: str) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", [name for name in golden_sets() if name.startswith("huginn") and "fp32" in name])
-def test_fewer_loops(name: str) -> None:
+def test_fewer_loops(name: str, device: str) -> None:
     golden = load_case(name)
-    engine = engine_for(golden)
+    engine = engine_for(golden, device)
     for loops in (1, engine.spec.default_loops // 2):
         for i, case in enumerate(golden.cases):
             (row,) = engine.generate(request(i, case.prompt, 1, loops))
@@ -93,11 +112,12 @@ def test_fewer_loops(name: str) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize(("device", "prefill"), WAYS)
 @pytest.mark.parametrize("name", [name for name in golden_sets() if name.endswith("bf16")])
-def test_bf16_choices_are_within_the_references_own_error(name: str) -> None:
+def test_bf16_choices_are_within_the_references_own_error(name: str, device: str, prefill: str) -> None:
     """Each saved continuation is fed; the token chosen next must be as good as the saved one, within rounding."""
     golden = load_case(name)
-    engine = engine_for(golden)
+    engine = engine_for(golden, device, prefill)
     loops = engine.spec.default_loops
     for i, case in enumerate(golden.cases):
         saved = case.tensors["greedy_logits_full"].float()
@@ -111,10 +131,14 @@ def test_bf16_choices_are_within_the_references_own_error(name: str) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", TRAINED)
-def test_trained_continuations(name: str) -> None:
+def test_trained_continuations(name: str, device: str) -> None:
     cases = load_trained(name)
-    settings = EngineSettings(model_path=str(MODELS / name), dtype="fp32", block_size=16, num_blocks=64, scheduler=WIDE)
+    scheduler = scheduler_for(WIDE, device)
+    settings = EngineSettings(
+        model_path=str(MODELS / name), device=device, dtype="fp32", block_size=16, num_blocks=64, scheduler=scheduler
+    )
     engine = LocalEngine(settings)
     requests = [
         Request(

@@ -92,7 +92,7 @@ def test_states_after_each_loop(name: str) -> None:
     key = "loop_states" if model.uses_initial_state else "loop_hidden"
     for case in load_case(name).cases:
         num_tokens = len(case.prompt)
-        attention = DenseAttention(model.rope.style, model.rope.cos[:num_tokens], model.rope.sin[:num_tokens])
+        attention = DenseAttention.of(model, num_tokens)
         e = model.prelude(torch.tensor(case.prompt), attention)
         if model.uses_initial_state:
             assert (e - case.tensors["prelude_out"]).abs().max() < LOGIT_TOLERANCE

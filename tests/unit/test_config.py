@@ -63,7 +63,10 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
         ("model: {}", "model.path is missing; needed: text"),
         ("model: {path: ''}", "model.path is ''; allowed: text"),
         ("model: {path: m, dtype: fp8}", "model.dtype is 'fp8'; allowed: auto or fp32 or bf16"),
-        ("model: {path: m, depth: 3}", "model.depth: no such key; allowed: path, dtype, max_loops, initial_state"),
+        (
+            "model: {path: m, depth: 3}",
+            "model.depth: no such key; allowed: path, dtype, max_loops, load_format, prefill, initial_state",
+        ),
         ("model: {path: m}\nprefil: {}", "prefil: no such key; allowed: name, model, kv,"),
         ("model: {path: m}\nkv: {block_size: 0}", "kv.block_size is 0; allowed: a whole number, at least 1"),
         ("model: {path: m}\nkv: {block_size: '16'}", "kv.block_size is '16'; allowed: a whole number, at least 1"),

@@ -5,14 +5,18 @@ import math
 import pytest
 import torch
 
+from kernels import build_ops
 from loopline.model.noise import initial_state, quantile_table
 
 CPU = torch.device("cpu")
+OPS = build_ops(CPU, deterministic=True)
 
 
 def draw(seeds: list[int], positions: list[int], width: int = 64, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     zeros = torch.zeros(len(seeds), dtype=torch.bool)
-    return initial_state(torch.tensor(seeds), torch.tensor(positions), zeros, width, dtype)
+    return initial_state(
+        OPS, torch.tensor(seeds), torch.tensor(positions), zeros, torch.empty(len(seeds), width, dtype=dtype)
+    )
 
 
 def test_the_table_is_a_normal_cut_at_three_deviations() -> None:
@@ -49,7 +53,7 @@ def test_rows_do_not_depend_on_their_batch() -> None:
 
 def test_zero_rows_and_dtype() -> None:
     zeros = torch.tensor([True, False])
-    state = initial_state(torch.tensor([1, 1]), torch.tensor([0, 0]), zeros, 64, torch.bfloat16)
+    state = initial_state(OPS, torch.tensor([1, 1]), torch.tensor([0, 0]), zeros, torch.empty(2, 64).bfloat16())
     assert state.dtype is torch.bfloat16
     assert state[0].count_nonzero() == 0
     assert torch.equal(state[1], draw([1], [0])[0].bfloat16())

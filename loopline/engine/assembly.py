@@ -1,0 +1,168 @@
+"""Puts an engine's device side together: how much memory the arena may have, decode graphs, and the way of prompts.
+
+Memory on CUDA goes by measuring. Weights are loaded; the largest decode graph and the largest prompt step run once over
+an arena of one block, and what they took is the workspace; the arena then gets what is left of the configured share.
+"""
+
+import gc
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.ops import PackedPlan, PackedRun
+from loopline.engine.accuracy_gate import choose_prefill, gate_prompts
+from loopline.engine.capacity import free_bytes
+from loopline.engine.decode_loop import DecodeLoop, EagerDecode
+from loopline.engine.forward import Forward, PlaneTable, Rows, StateSource
+from loopline.engine.graphs import GraphDecode
+from loopline.engine.runner import Runner
+from loopline.errors import ConfigError, InvariantBroken
+from loopline.kv.arena import Arena, allocate_arena
+from loopline.kv.layout import KVLayout
+from loopline.kv.ledger import Ledger
+from loopline.model import LoopedModel
+from loopline.request import SamplingParams
+from loopline.sched.plan import RowRun
+from loopline.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
+_SLACK_BYTES = 512 << 20
+"""Left free beside what was measured: graphs of the smaller buckets, libraries' workspaces."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceParts:
+    """What computes over one arena."""
+
+    forward: Forward
+    decode: DecodeLoop
+    previous: Tensor  # int64: the last step's chosen tokens
+
+
+def memory_budget(settings: EngineSettings, model: LoopedModel, layout: KVLayout, free_at_start: int) -> int:
+    """Bytes that the arena may have. Raises ConfigError that says what to lower."""
+    if not settings.device.startswith("cuda"):
+        return int(free_bytes(settings.device) * settings.memory_fraction)
+    weights = free_at_start - free_bytes(settings.device)
+    workspace = _workspace_bytes(settings, model, layout)
+    budget = int(free_at_start * settings.memory_fraction) - weights - workspace - _SLACK_BYTES
+    logger.info(
+        "%s: %.2f GiB free at start; weights %.2f, workspace and graphs %.2f, left for the arena %.2f",
+        settings.device,
+        *(count / 2**30 for count in (free_at_start, weights, workspace, max(0, budget))),
+    )
+    return budget
+
+
+def build_parts(settings: EngineSettings, model: LoopedModel, arena: Arena, states: StateSource | None) -> DeviceParts:
+    """The forward pass over an arena, and the loop that runs its decode rows."""
+    max_rows = settings.scheduler.max_running
+    forward = Forward(model, arena, PlaneTable(arena.layout.num_planes, model.device), states)
+    previous = torch.zeros(max_rows, dtype=torch.int64, device=model.device)
+    if model.device.type != "cuda":
+        return DeviceParts(forward, EagerDecode(forward, max_rows), previous)
+    width = arena.layout.blocks_for(model.spec.context_tokens)
+    replays = settings.cuda_graphs and states is None  # a source of states may look at values
+    return DeviceParts(forward, GraphDecode(forward, max_rows, width, previous, replays=replays), previous)
+
+
+def build_runner(settings: EngineSettings, parts: DeviceParts, ledger: Ledger, depth: int) -> Runner:
+    """The runner, its graphs captured at `depth`; how it computes prompts is settled by the accuracy gate."""
+    if isinstance(parts.decode, GraphDecode):
+        with torch.inference_mode():
+            parts.decode.capture_all(depth)
+
+    def runner(mode: str) -> Runner:
+        return Runner(parts.forward, ledger, parts.decode, parts.previous, packs_prompts=mode == "packed")
+
+    mode = settings.prefill
+    if mode == "auto" and (parts.previous.device.type != "cuda" or settings.load_format == "dummy"):
+        mode = "packed"  # the plain twins keep a row's bits either way, and random weights have no accuracy to lose
+    trial = runner("packed")
+    if mode == "auto":
+        prompts = _prompts_that_fit(parts.forward, ledger)
+        mode, _ = choose_prefill(
+            mode,
+            lambda: _gate_logits(trial.packed_logits, ledger, prompts, depth),
+            lambda: _gate_logits(trial.per_row_logits, ledger, prompts, depth),
+            parts.forward.model.dtype,
+        )
+    return trial if mode == "packed" else runner(mode)
+
+
+def most_prompt_tokens(settings: EngineSettings, depth: int) -> int:
+    """Most prompt tokens of one step."""
+    limits = settings.scheduler
+    tokens = min(limits.max_running * limits.chunk_tokens, limits.max_token_loops // depth)
+    return max(settings.block_size, tokens)
+
+
+def _workspace_bytes(settings: EngineSettings, model: LoopedModel, layout: KVLayout) -> int:
+    """What the largest decode graph and the largest prompt step take beside weights and arena."""
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        raise ConfigError(
+            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True; an arena in such memory cannot be registered for "
+            "transfers; allowed: expandable_segments:False"
+        )
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = free_bytes(settings.device)
+    tokens = most_prompt_tokens(settings, layout.max_loops)
+    try:
+        with torch.inference_mode():
+            _run_largest(build_parts(settings, model, allocate_arena(layout, 1, settings.device), None), layout, tokens)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"no memory on {settings.device} for a step of {settings.scheduler.max_running} decode rows and {tokens} "
+            "prompt tokens beside the weights; lower scheduler.max_running, chunk_tokens or max_token_loops"
+        ) from error
+    taken = before - free_bytes(settings.device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return max(0, taken)
+
+
+def _run_largest(parts: DeviceParts, layout: KVLayout, num_tokens: int) -> None:
+    if not isinstance(parts.decode, GraphDecode):
+        raise InvariantBroken("workspace is measured on CUDA")
+    device = parts.previous.device
+    parts.decode.capture(parts.decode.buckets[-1], layout.max_loops)
+    positions = torch.arange(num_tokens, device=device)
+    rows = Rows(
+        token_ids=torch.zeros_like(positions),
+        positions=positions.clamp(max=parts.forward.model.spec.context_tokens - 1),
+        slots=torch.full_like(positions, parts.forward.arena.null_block * layout.block_size),
+        seeds=torch.zeros_like(positions),
+        zeros=torch.ones_like(positions, dtype=torch.bool),
+        plan=PackedPlan(
+            (PackedRun(0, num_tokens, 0),),
+            torch.zeros((1, layout.blocks_for(num_tokens)), dtype=torch.int64, device=device),
+        ),
+    )
+    parts.forward.hidden(rows, 1)
+
+
+def _prompts_that_fit(forward: Forward, ledger: Ledger) -> tuple[tuple[int, ...], ...]:
+    spec = forward.model.spec
+    return gate_prompts(spec.vocab_size, min(spec.context_tokens, ledger.total_blocks * ledger.block_size))
+
+
+def _gate_logits(
+    compute: Callable[..., Tensor], ledger: Ledger, prompts: Sequence[tuple[int, ...]], depth: int
+) -> Tensor:
+    """Logits [tokens, V] of every position of the prompts, in blocks that are given back afterwards."""
+    parts = []
+    for prompt in prompts:
+        allocation = ledger.reserve(len(prompt), len(prompt))
+        if allocation is None:
+            raise InvariantBroken("an arena that nobody uses has no room")
+        run = RowRun("accuracy-gate", allocation, SamplingParams(loops=depth), 0, prompt, None)
+        with torch.inference_mode():
+            parts.append(compute([run], depth, every_row=True))
+        ledger.release(allocation)
+    return torch.cat(parts)

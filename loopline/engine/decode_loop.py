@@ -1,0 +1,130 @@
+"""A decode step: one position each of many rows, through all loops, the head and the choice of tokens.
+
+`compute` is the whole of it. On a CPU it runs as it stands; on CUDA `loopline.engine.graphs` captures it once for each
+number of rows and replays it. Nothing in it waits for the device or looks at a value.
+
+Shape letters: D rows that were asked for, N rows with padding, B block-table entries, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.ops import ROW_TILE, DecodePlan
+from loopline.engine.batch import KNOWN, DecodeColumns
+from loopline.engine.forward import Forward, Rows
+
+NO_POSITION = -1
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeInputs:
+    """Rows as tensors on the model's device; int64 [N] unless said."""
+
+    token_ids: Tensor
+    sources: Tensor  # index into the previous step's tokens, or KNOWN
+    positions: Tensor  # NO_POSITION for padding
+    slots: Tensor
+    seeds: Tensor
+    zeros: Tensor  # 0 or 1
+    temperature: Tensor  # float64
+    block_tables: Tensor  # [N, B]
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeOutput:
+    """What came of the rows, on the device; written over by the next run."""
+
+    logits: Tensor  # [D, V] float32
+    chosen: Tensor | None  # [D] int64 by temperature and seed alone; None: nobody chose yet
+
+
+class DecodeLoop(Protocol):
+    """Runs decode rows; a row's bits depend on its own inputs and on the padded number of rows alone."""
+
+    @property
+    def max_rows(self) -> int:
+        """Most rows of one run."""
+        ...
+
+    def run(self, columns: DecodeColumns, depth: int, previous: Tensor) -> DecodeOutput:
+        """Submit D rows. `previous`: the tokens that the step before chose, of which rows may be a continuation."""
+        ...
+
+
+def compute(
+    forward: Forward, inputs: DecodeInputs, previous: Tensor, depth: int, *, chooses: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Logits [N, V] float32 and, if it `chooses`, token ids [N]."""
+    positions = inputs.positions.clamp(min=0)
+    carried = previous.index_select(0, inputs.sources.clamp(min=0))
+    token_ids = torch.where(inputs.sources == KNOWN, inputs.token_ids, carried).clamp(
+        min=0
+    )  # a failed row has no token
+    rows = Rows(
+        token_ids=token_ids,
+        positions=positions,
+        slots=inputs.slots,
+        seeds=inputs.seeds,
+        zeros=inputs.zeros.bool(),
+        plan=DecodePlan(inputs.positions, inputs.block_tables),
+    )
+    logits = forward.model.head(forward.hidden(rows, depth))
+    if not chooses:
+        return logits, None
+    temperature = inputs.temperature.float()
+    return logits, forward.model.ops.choose_tokens(logits, temperature, inputs.seeds, positions + 1)
+
+
+class EagerDecode:
+    """Runs every step as it comes, on a CPU; rows are padded to a multiple of ROW_TILE."""
+
+    def __init__(self, forward: Forward, max_rows: int) -> None:
+        self._forward = forward
+        self.max_rows = max_rows + -max_rows % ROW_TILE
+
+    def run(self, columns: DecodeColumns, depth: int, previous: Tensor) -> DecodeOutput:
+        """See `DecodeLoop`."""
+        count = len(columns)
+        num_rows = count + -count % ROW_TILE
+        arena = self._forward.arena
+        flat = np.empty((NUM_COLUMNS, num_rows), np.int64)
+        fill_columns(flat, columns, arena.null_block * arena.layout.block_size)
+        tables = np.pad(columns.tables, ((0, num_rows - count), (0, 0)), mode="edge")
+        inputs = inputs_of(torch.from_numpy(flat), torch.from_numpy(tables))
+        logits, _ = compute(self._forward, inputs, previous, depth, chooses=False)
+        return DecodeOutput(logits[:count], None)
+
+
+NUM_COLUMNS = 7
+
+
+def fill_columns(
+    flat: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", columns: DecodeColumns, null_slot: int
+) -> None:
+    """Write the columns, and padding rows after them, into [NUM_COLUMNS, N]."""
+    count = len(columns)
+    request = columns.request
+    parts = (
+        (columns.token_ids, 0),
+        (columns.sources, KNOWN),
+        (columns.positions, NO_POSITION),
+        (columns.slots, null_slot),
+        (request.seeds, 0),
+        (request.zeros, 1),
+        (request.temperature.view(np.int64), 0),
+    )
+    for row, (values, padding) in zip(flat, parts, strict=True):
+        row[:count] = values
+        row[count:] = padding
+
+
+def inputs_of(flat: Tensor, block_tables: Tensor) -> DecodeInputs:
+    """The parts of int64 [NUM_COLUMNS, N] that `fill_columns` wrote."""
+    token_ids, sources, positions, slots, seeds, zeros, temperature = flat.unbind(0)
+    return DecodeInputs(
+        token_ids, sources, positions, slots, seeds, zeros, temperature.view(torch.float64), block_tables
+    )

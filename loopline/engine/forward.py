@@ -1,0 +1,107 @@
+"""One forward pass of a batch over the arena: prelude, the loops, coda. The loop stands here, outside the model.
+
+Eager runs and captured graphs call the same function, so a row's arithmetic is the same in both.
+
+Shape letters: N rows, E width, H query heads, C key/value heads, d head size.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.ops import AttentionPlan
+from loopline.kv.arena import Arena
+from loopline.model import LoopedModel
+from loopline.model.noise import initial_state
+
+
+class StateSource(Protocol):
+    """Where Huginn's initial states come from, if they are given and not keyed by seed and position."""
+
+    def __call__(self, seeds: Tensor, positions: Tensor, zeros: Tensor, like: Tensor) -> Tensor:
+        """States, as `like` [N, E], of rows with seeds, positions and zeros (bool), each [N]."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of one pass; int64 [N] unless said."""
+
+    token_ids: Tensor
+    positions: Tensor  # never negative
+    slots: Tensor
+    seeds: Tensor
+    zeros: Tensor  # bool
+    plan: AttentionPlan
+
+
+class PlaneTable:
+    """For every plane a column of its number: what kernels take, who want a plane for each row."""
+
+    def __init__(self, num_planes: int, device: torch.device) -> None:
+        self._planes = torch.arange(num_planes, device=device).unsqueeze(1)
+        self._table = self._planes
+        self._outgrown: list[Tensor] = []  # captured graphs read them on, and hold nothing that keeps them alive
+
+    def of(self, plane: int, num_rows: int) -> Tensor:
+        """[num_rows] int64, all `plane`."""
+        if num_rows > self._table.shape[1]:
+            self.reserve(num_rows)
+        return self._table[plane, :num_rows]
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room; what was handed out before stays where it is."""
+        if num_rows > self._table.shape[1]:
+            self._outgrown.append(self._table)
+            self._table = self._planes.expand(-1, 1 << (num_rows - 1).bit_length()).contiguous()
+
+
+class PagedAttention:
+    """Attention of one batch over the arena: the `Attention` that a model is given by the engine."""
+
+    def __init__(self, model: LoopedModel, arena: Arena, planes: PlaneTable, rows: Rows) -> None:
+        self._ops = model.ops
+        self._arena = arena
+        self._planes = planes
+        self._rows = rows
+        self._style = model.rope.style
+        self._cos, self._sin = model.rope.rows(rows.positions)  # [N, d/2] each
+        self._head_dim = model.spec.head_dim
+
+    def attend(self, loop: int, layer: int, qkv: Tensor, qk_bias: Tensor | None) -> Tensor:
+        """See `loopline.model.layers.Attention`."""
+        num_rows = qkv.shape[0]
+        planes = self._planes.of(self._arena.layout.plane(loop, layer), num_rows)
+        heads = qkv.view(num_rows, -1, self._head_dim)
+        arena = self._arena.tensor
+        q = self._ops.rope_write_kv(heads, qk_bias, self._cos, self._sin, self._style, arena, planes, self._rows.slots)
+        return self._ops.paged_attention(q, arena, planes, self._rows.plan, self._head_dim**-0.5).flatten(1)
+
+
+@dataclass(frozen=True, eq=False)
+class Forward:
+    """A model over an arena."""
+
+    model: LoopedModel
+    arena: Arena
+    planes: PlaneTable
+    states: StateSource | None = None
+
+    def hidden(self, rows: Rows, depth: int) -> Tensor:
+        """What the head reads of every row [N, E], after `depth` loops; the rows' KV lands in the arena."""
+        model = self.model
+        attention = PagedAttention(model, self.arena, self.planes, rows)
+        embedded = model.prelude(rows.token_ids, attention)
+        state = model.first_state(embedded, self._noise(rows, embedded))
+        for loop in range(depth):
+            state = model.core_step(loop, state, embedded, attention)
+        return model.coda(state, attention)
+
+    def _noise(self, rows: Rows, like: Tensor) -> Tensor | None:
+        if not self.model.uses_initial_state:
+            return None
+        if self.states is not None:
+            return self.states(rows.seeds, rows.positions, rows.zeros, like)
+        return initial_state(self.model.ops, rows.seeds, rows.positions, rows.zeros, like)
