@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 def check_can_plot() -> None:
     """Raise OperatorError that names the extra where matplotlib is missing."""
-    _new_figure()
+    new_figure()
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
     """Write the picture; the file's ending says which format. Raises OperatorError as `check_can_plot` does."""
-    figure = _new_figure()
+    figure = new_figure()
     axes: dict[str, Axes] = figure.subplot_mosaic([["rows", "arms"], ["pools", "arms"], ["queues", "arms"]])
     _curve(axes["rows"], report["steps"], "rows", "decode rows")
     _curve(axes["pools"], report["pools"], "blocks", "blocks in the arena")
@@ -28,7 +28,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _new_figure() -> "Figure":
+def new_figure() -> "Figure":
+    """An empty figure. Raises OperatorError as `check_can_plot` does."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

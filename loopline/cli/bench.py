@@ -12,8 +12,10 @@ from rich.table import Table
 
 from loopline.bench.host import QUICK, Sizes, measure
 from loopline.bench.plot import check_can_plot, plot
+from loopline.cli.bench_engine import engine
 
 app = typer.Typer(help="Measure what Loopline itself costs on this machine.", no_args_is_help=True)
+app.command("engine")(engine)
 
 
 @app.command("host")
@@ -85,3 +87,7 @@ def _show(report: dict[str, Any]) -> None:
 
 def _step_cells(figures: dict[str, Any]) -> list[str]:
     return [f"{figures['step_us']:,.1f}", f"{figures['python_calls']:,.1f}", f"{figures['built_in_calls']:,.1f}"]
+
+
+if __name__ == "__main__":  # without the other commands, and so without what only they need
+    app()
