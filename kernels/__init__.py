@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.ops import ROW_TILE, AttentionPlan, DecodePlan, Ops, PackedPlan, PackedRun, RopeStyle
+from kernels.ops import ROW_TILE, AttentionPlan, DecodePlan, Ops, PackedPlan, PackedRun, RopeStyle, TiledPlan
 from kernels.reference import reference_ops
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "PackedPlan",
     "PackedRun",
     "RopeStyle",
+    "TiledPlan",
     "build_ops",
 ]
 

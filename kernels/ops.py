@@ -5,14 +5,17 @@ and the engine know only this module. Every call writes a new tensor except `rop
 arena.
 
 Shape letters: N rows of a batch, K/M in and out features, E width, F feed-forward width, H query heads, C key/value
-heads, d head size, R runs of a packed batch, B block-table entries, V vocabulary. An arena is `[num_blocks, planes, 2,
-block_size, C, d]`; index 0 of its third axis is keys, 1 is values. A slot is `block * block_size + offset`.
+heads, d head size, R runs of a packed batch, T tiles of it, B block-table entries, V vocabulary. An arena is
+`[num_blocks, planes, 2, block_size, C, d]`; index 0 of its third axis is keys, 1 is values. A slot is
+`block * block_size + offset`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 ROW_TILE = 8
@@ -59,7 +62,30 @@ class PackedPlan:
     block_tables: Tensor  # [R, B] int64; entries past a run's last position repeat a valid block
 
 
-AttentionPlan = DecodePlan | PackedPlan
+@dataclass(frozen=True, eq=False)
+class TiledPlan:
+    """A packed plan as a captured graph reads it: tiles of rows in place of runs.
+
+    The tensors may be filled anew between steps.
+    """
+
+    tiles: Tensor  # [T, 4] int32: run, first row, rows (at most `Ops.tile_rows`; 0: no tile), position of the first row
+    block_tables: Tensor  # [R, B] int64
+
+
+AttentionPlan = DecodePlan | PackedPlan | TiledPlan
+
+
+def tiles_of(runs: Sequence[PackedRun], tile_rows: int) -> list[tuple[int, int, int, int]]:
+    """The runs cut into tiles of `tile_rows` rows, as `TiledPlan.tiles` holds them; those with most keys first, so that
+    the last ones to run are short.
+    """
+    tiles = [
+        (index, run.first_row + start, min(tile_rows, run.num_rows - start), run.first_position + start)
+        for index, run in enumerate(runs)
+        for start in range(0, run.num_rows, tile_rows)
+    ]
+    return sorted(tiles, key=lambda tile: tile[2] + tile[3], reverse=True)
 
 
 class Ops(Protocol):
@@ -130,6 +156,10 @@ class Ops(Protocol):
         """Causal attention of rotated q [N, H, d] over each row's plane [N] int64, softmax in float32: [N, H, d]; zero
         for padding rows. The rows of a packed run share their plane.
         """
+        ...
+
+    def tile_rows(self, dtype: torch.dtype) -> int:
+        """Rows of a tile of a `TiledPlan`, where activations have this dtype."""
         ...
 
     def initial_state(self, seeds: Tensor, positions: Tensor, zeros: Tensor, table: Tensor, like: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.launch import INTERPRETED, launch_options, let_next_start, loop_bound, wait_for_previous
-from kernels.ops import PackedPlan
+from kernels.ops import PackedPlan, TiledPlan, tiles_of
 
 
 @dataclass(frozen=True)
@@ -38,21 +38,12 @@ class PackedConfig:
     """Of a thread, for more programs on a multiprocessor; none: as many as the compiler likes."""
 
 
-@dataclass(frozen=True)
-class _RowTiles:
-    """A plan's tiles of rows, on the device; those with most keys first, so that the last ones to run are short."""
-
-    records: Tensor  # [T, 4] int32: run, first row of the batch, rows of the tile that are real, first position
-    num_rows: int  # in all tiles
-
-
 _INTERPRETED = tl.constexpr(INTERPRETED)
-
-_tiles_of_plans: WeakKeyDictionary[PackedPlan, dict[tuple[int, torch.device], _RowTiles]] = WeakKeyDictionary()
+_tiles_of_plans: WeakKeyDictionary[PackedPlan, dict[tuple[int, torch.device], Tensor]] = WeakKeyDictionary()
 """Worked out at the first of a step's many calls; by rows of a tile and device."""
 
 
-def packed_attention(q: Tensor, arena: Tensor, planes: Tensor, plan: PackedPlan, scale: float) -> Tensor:
+def packed_attention(q: Tensor, arena: Tensor, planes: Tensor, plan: PackedPlan | TiledPlan, scale: float) -> Tensor:
     """Attention of q [N, H, d] over the keys at each row's position and before: [N, H, d]; zero for padding rows.
 
     `arena` [num_blocks, planes, 2, block_size, C, d] is contiguous, and H a multiple of C; of `planes` [N] int64 a
@@ -62,28 +53,31 @@ def packed_attention(q: Tensor, arena: Tensor, planes: Tensor, plan: PackedPlan,
 
 
 def packed_attention_tuned(
-    q: Tensor, arena: Tensor, planes: Tensor, plan: PackedPlan, scale: float, config: PackedConfig
+    q: Tensor, arena: Tensor, planes: Tensor, plan: PackedPlan | TiledPlan, scale: float, config: PackedConfig
 ) -> Tensor:
     """`packed_attention`, cut as `config` says."""
     num_rows, num_heads, head_dim = q.shape
     _, num_planes, _, block_size, num_kv_heads, _ = arena.shape
     assert q.stride(2) == 1 and arena.is_contiguous() and num_heads % num_kv_heads == 0
     assert planes.is_contiguous() and plan.block_tables.stride(1) == 1
-    tiles = _row_tiles(plan, config.num_rows, q.device)
+    if isinstance(plan, TiledPlan):
+        tiles, has_padding = plan.tiles, True
+    else:
+        tiles = _row_tiles(plan, config.num_rows, q.device)
+        has_padding = sum(run.num_rows for run in plan.runs) < num_rows
     # Rows in no tile are padding, which no program writes.
-    make = torch.empty if tiles.num_rows == num_rows else torch.zeros
-    out = make(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
+    out = (torch.zeros if has_padding else torch.empty)(num_rows, num_heads, head_dim, dtype=q.dtype, device=q.device)
     options = launch_options(q.device, num_warps=config.num_warps, num_stages=config.num_stages)
     if not INTERPRETED:
         # Products may fuse with sums: no library's bits are to be met here.
         options |= {"enable_fp_fusion": True, "maxnreg": config.max_registers}
     plane_stride = 2 * block_size * num_kv_heads * head_dim
-    _attend_tile[(len(tiles.records) * num_heads,)](
+    _attend_tile[(len(tiles) * num_heads,)](
         q,
         arena,
         planes,
         plan.block_tables,
-        tiles.records,
+        tiles,
         out,
         scale * math.log2(math.e),
         q.stride(0),
@@ -110,19 +104,17 @@ def _config(dtype: torch.dtype) -> PackedConfig:
     return PackedConfig(num_rows=128, num_keys=64, num_warps=8, num_stages=3, mask_all=False, max_registers=128)
 
 
-def _row_tiles(plan: PackedPlan, tile_rows: int, device: torch.device) -> _RowTiles:
-    """The plan's tiles of `tile_rows` rows."""
+def tile_rows(dtype: torch.dtype) -> int:
+    """Rows that a `TiledPlan`'s tiles may have, for q of this dtype."""
+    return _config(dtype).num_rows
+
+
+def _row_tiles(plan: PackedPlan, tile_rows: int, device: torch.device) -> Tensor:
+    """The plan's tiles of `tile_rows` rows [T, 4], on the device."""
     by_size = _tiles_of_plans.setdefault(plan, {})
     if (tile_rows, device) not in by_size:
-        records = [
-            (index, run.first_row + start, min(tile_rows, run.num_rows - start), run.first_position + start)
-            for index, run in enumerate(plan.runs)
-            for start in range(0, run.num_rows, tile_rows)
-        ]
-        records.sort(key=lambda record: record[2] + record[3], reverse=True)
-        host = torch.tensor(records, dtype=torch.int32, pin_memory=device.type == "cuda")
-        on_device = host.to(device, non_blocking=True)
-        by_size[tile_rows, device] = _RowTiles(on_device, sum(run.num_rows for run in plan.runs))
+        tiles = torch.tensor(tiles_of(plan.runs, tile_rows), dtype=torch.int32, pin_memory=device.type == "cuda")
+        by_size[tile_rows, device] = tiles.to(device, non_blocking=True)
     return by_size[tile_rows, device]
 
 
@@ -181,7 +173,6 @@ def _attend_tile(
 ):
     """Program (tile and head): one head of a tile of rows."""
     let_next_start(pdl)
-    wait_for_previous(pdl)
     token_stride: tl.constexpr = num_kv_heads * head_dim
     precise: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     head = tl.program_id(0) % num_heads
@@ -192,6 +183,7 @@ def _attend_tile(
     first_position = tl.load(record + 3)
     plane = tl.load(planes_ptr + first_row).to(tl.int64) * (2 * block_size * token_stride)
     table = tables_ptr + run * table_stride
+    wait_for_previous(pdl)
 
     rows = tl.arange(0, tile_rows)
     keys = tl.arange(0, tile_keys)
@@ -236,7 +228,7 @@ def _attend_tile(
         scores = tl.where(visible, _dot(q, tl.trans(k), no_scores, precise), float("-inf"))
         peak, total, mixed = _mix(scores, scale, v, peak, total, mixed, precise)
 
-    mixed = mixed / total[:, None]
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]  # an empty tile has seen nothing
     out_ptrs = out_ptr + (first_row * num_heads + head) * head_dim
     out_ptrs = out_ptrs + rows[:, None] * (num_heads * head_dim) + dims[None, :]
     tl.store(out_ptrs, mixed.to(out_ptr.dtype.element_ty), mask=real)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.invariant import InvariantProducts, PlainProducts, Products
-from kernels.ops import AttentionPlan, RopeStyle
+from kernels.ops import ROW_TILE, AttentionPlan, RopeStyle
 from kernels.philox import Purpose, random_words
 from kernels.reference_attention import QueryGroups, attend, group_queries
 
@@ -92,6 +92,10 @@ class ReferenceOps:
         if plan not in self.prepared:
             self.prepared[plan] = group_queries(plan, arena.shape[3])
         return attend(q, arena, planes, self.prepared[plan], scale, self.products)
+
+    def tile_rows(self, dtype: torch.dtype) -> int:
+        """As many as a tile of the attention here."""
+        return ROW_TILE
 
     def initial_state(self, seeds: Tensor, positions: Tensor, zeros: Tensor, table: Tensor, like: Tensor) -> Tensor:
         """See `initial_state`."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.invariant import Products
-from kernels.ops import ROW_TILE, AttentionPlan, DecodePlan, PackedPlan
+from kernels.ops import ROW_TILE, AttentionPlan, DecodePlan, PackedPlan, PackedRun, TiledPlan
 
 KEY_TILE = 64
 """Fewest keys of a key tile."""
@@ -37,7 +37,13 @@ class _Tiles:
 
     @classmethod
     def of(cls, plan: AttentionPlan) -> "_Tiles":
-        return cls._of_decode(plan) if isinstance(plan, DecodePlan) else cls._of_packed(plan)
+        if isinstance(plan, DecodePlan):
+            return cls._of_decode(plan)
+        if isinstance(plan, TiledPlan):
+            tiles = [tile for tile in plan.tiles.tolist() if tile[2]]
+            runs = tuple(PackedRun(first_row, num_rows, position) for _, first_row, num_rows, position in tiles)
+            return cls._of_packed(PackedPlan(runs, plan.block_tables[[tile[0] for tile in tiles]]))
+        return cls._of_packed(plan)
 
     @classmethod
     def _of_decode(cls, plan: DecodePlan) -> "_Tiles":

@@ -80,6 +80,10 @@ class ElementwiseOps:
         """cuBLAS."""
         return functional.linear(x, weight)
 
+    def tile_rows(self, dtype: torch.dtype) -> int:
+        """See `kernels.packed_attention`."""
+        return packed_attention.tile_rows(dtype)
+
 
 @dataclass(frozen=True)
 class TritonOps(ElementwiseOps):

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from loopline.bench.engine_arms import BLOCK_SIZE, random_storage
+from loopline.engine.batch import pinned_copier
 from loopline.engine.decode_loop import DecodeLoop, EagerDecode
 from loopline.engine.forward import Forward, PlaneTable
 from loopline.engine.graphs import GraphDecode
+from loopline.engine.packed_loop import EagerPacked, GraphPacked, PackedLoop
 from loopline.engine.runner import Runner
 from loopline.errors import InvariantBroken
 from loopline.kv.arena import Arena
@@ -38,7 +40,12 @@ class PrefillPoint:
         forward = Forward(model, self._arena(ledger.total_blocks), PlaneTable(self.layout.num_planes, model.device))
         previous = torch.zeros(max(per_row_rows, num_prompts), dtype=torch.int64, device=model.device)
         decode = self._decode_loop(forward, per_row_rows, previous)
-        self._runner = Runner(forward, ledger, decode, previous, packs_prompts=True)
+        eager = EagerPacked(forward, ledger, pinned_copier(model.device))
+        packed: PackedLoop = eager
+        if model.device.type == "cuda":
+            most = min(chunk_tokens, num_prompts * num_tokens)
+            packed = GraphPacked(forward, eager, max_rows=most, max_runs=num_prompts, depth=self.depth)
+        self._runner = Runner(forward, ledger, decode, packed, previous, packs_prompts=True)
         generator = np.random.default_rng([num_prompts, num_tokens])
         prompts = generator.integers(0, model.spec.vocab_size, (num_prompts, num_tokens)).tolist()
         allocations = [_reserve(ledger, num_tokens) for _ in prompts]

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from kernels.ops import PackedPlan, PackedRun
 from loopline.engine.accuracy_gate import choose_prefill, gate_prompts
+from loopline.engine.batch import pinned_copier
 from loopline.engine.capacity import free_bytes
 from loopline.engine.decode_loop import DecodeLoop, EagerDecode
 from loopline.engine.forward import Forward, PlaneTable, Rows, StateSource
 from loopline.engine.graphs import GraphDecode
+from loopline.engine.packed_loop import EagerPacked, GraphPacked, PackedLoop
 from loopline.engine.runner import Runner
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.kv.arena import Arena, allocate_arena
@@ -40,6 +42,7 @@ class DeviceParts:
 
     forward: Forward
     decode: DecodeLoop
+    packed: PackedLoop
     previous: Tensor  # int64: the last step's chosen tokens
 
 
@@ -58,26 +61,37 @@ def memory_budget(settings: EngineSettings, model: LoopedModel, layout: KVLayout
     return budget
 
 
-def build_parts(settings: EngineSettings, model: LoopedModel, arena: Arena, states: StateSource | None) -> DeviceParts:
-    """The forward pass over an arena, and the loop that runs its decode rows."""
-    max_rows = settings.scheduler.max_running
-    forward = Forward(model, arena, PlaneTable(arena.layout.num_planes, model.device), states)
+def build_parts(
+    settings: EngineSettings, model: LoopedModel, arena: Arena, ledger: Ledger, states: StateSource | None
+) -> DeviceParts:
+    """The forward pass over an arena, and the loops that run its decode rows and its prompts."""
+    max_rows, layout = settings.scheduler.max_running, arena.layout
+    forward = Forward(model, arena, PlaneTable(layout.num_planes, model.device), states)
     previous = torch.zeros(max_rows, dtype=torch.int64, device=model.device)
+    eager = EagerPacked(forward, ledger, pinned_copier(model.device))
     if model.device.type != "cuda":
-        return DeviceParts(forward, EagerDecode(forward, max_rows), previous)
-    width = arena.layout.blocks_for(model.spec.context_tokens)
+        return DeviceParts(forward, EagerDecode(forward, max_rows), eager, previous)
+    width = layout.blocks_for(model.spec.context_tokens)
     replays = settings.cuda_graphs and states is None  # a source of states may look at values
-    return DeviceParts(forward, GraphDecode(forward, max_rows, width, previous, replays=replays), previous)
+    decode = GraphDecode(forward, max_rows, width, previous, replays=replays)
+    if not replays or settings.prefill == "per_row":
+        return DeviceParts(forward, decode, eager, previous)
+    most = most_prompt_tokens(settings, layout.max_loops)
+    packed = GraphPacked(forward, eager, max_rows=most, max_runs=max_rows, depth=layout.max_loops)
+    return DeviceParts(forward, decode, packed, previous)
 
 
 def build_runner(settings: EngineSettings, parts: DeviceParts, ledger: Ledger, depth: int) -> Runner:
     """The runner, its graphs captured at `depth`; how it computes prompts is settled by the accuracy gate."""
-    if isinstance(parts.decode, GraphDecode):
-        with torch.inference_mode():
+    with torch.inference_mode():
+        if isinstance(parts.decode, GraphDecode):
             parts.decode.capture_all(depth)
+        if isinstance(parts.packed, GraphPacked):
+            parts.packed.capture_all()
 
     def runner(mode: str) -> Runner:
-        return Runner(parts.forward, ledger, parts.decode, parts.previous, packs_prompts=mode == "packed")
+        packs = mode == "packed"
+        return Runner(parts.forward, ledger, parts.decode, parts.packed, parts.previous, packs_prompts=packs)
 
     mode = settings.prefill
     if mode == "auto" and (parts.previous.device.type != "cuda" or settings.load_format == "dummy"):
@@ -114,7 +128,8 @@ def _workspace_bytes(settings: EngineSettings, model: LoopedModel, layout: KVLay
     tokens = most_prompt_tokens(settings, layout.max_loops)
     try:
         with torch.inference_mode():
-            _run_largest(build_parts(settings, model, allocate_arena(layout, 1, settings.device), None), layout, tokens)
+            arena, ledger = allocate_arena(layout, 1, settings.device), Ledger(1, settings.block_size)
+            _run_largest(build_parts(settings, model, arena, ledger, None), layout, tokens)
         torch.cuda.synchronize()
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -132,6 +147,8 @@ def _run_largest(parts: DeviceParts, layout: KVLayout, num_tokens: int) -> None:
         raise InvariantBroken("workspace is measured on CUDA")
     device = parts.previous.device
     parts.decode.capture(parts.decode.buckets[-1], layout.max_loops)
+    if isinstance(parts.packed, GraphPacked):
+        parts.packed.capture(parts.packed.buckets[-1])
     positions = torch.arange(num_tokens, device=device)
     rows = Rows(
         token_ids=torch.zeros_like(positions),

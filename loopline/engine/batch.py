@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import ROW_TILE, PackedPlan, PackedRun
+from loopline.engine.forward import Rows
 from loopline.kv.block_books import IntArray
 from loopline.kv.ledger import Ledger
 from loopline.request import InitialState, Request, SamplingParams
@@ -118,47 +119,59 @@ class RequestColumnsCache:
 
 
 @dataclass(frozen=True, eq=False)
-class PackedBatch:
-    """Runs one after the other, as tensors; rows are padded to a multiple of ROW_TILE. int64 unless said."""
+class PackedColumns:
+    """Runs one after the other, on the host, without padding; int64 [N] unless said."""
 
-    token_ids: Tensor  # [N]
-    positions: Tensor  # [N]
-    slots: Tensor  # [N]
-    seeds: Tensor  # [N]
-    zeros: Tensor  # [N] bool
-    plan: PackedPlan
-    sampled_rows: Tensor  # [S] last row of each run that has a Sampling
+    token_ids: IntArray
+    positions: IntArray
+    slots: IntArray
+    seeds: IntArray
+    zeros: IntArray  # 0 or 1
+    runs: tuple[PackedRun, ...]
+    tables: IntArray  # [R, B]
 
 
-def packed_batch(runs: Sequence[RowRun], ledger: Ledger, null_block: int, to_device: ToDevice) -> PackedBatch:
+def packed_columns(runs: Sequence[RowRun], ledger: Ledger, null_block: int) -> PackedColumns:
     """Lay runs out."""
     places = [_run_places(run, ledger, null_block) for run in runs]
     width = max(len(table) for _, _, table in places)
     counts = [run.num_tokens for run in runs]
     starts = np.cumsum([0, *counts])
-    padding = -int(starts[-1]) % ROW_TILE
     request = RequestColumns.of([run.params for run in runs])
-
-    def column(parts: Sequence[Any], fill: int) -> Tensor:
-        return to_device(np.concatenate([*parts, np.full(padding, fill, np.int64)]))
-
-    return PackedBatch(
-        token_ids=column([np.array(run.token_ids, np.int64) for run in runs], 0),
-        positions=column([positions for positions, _, _ in places], 0),
-        slots=column([slots for _, slots, _ in places], null_block * ledger.block_size),
-        seeds=column([np.repeat(request.seeds, counts)], 0),
-        zeros=column([np.repeat(request.zeros, counts)], 1).bool(),
-        plan=PackedPlan(
-            tuple(
-                PackedRun(int(start), run.num_tokens, run.first_position)
-                for start, run in zip(starts, runs, strict=False)
-            ),
-            to_device(np.stack([np.pad(table, (0, width - len(table)), mode="edge") for _, _, table in places])),
+    return PackedColumns(
+        token_ids=np.concatenate([np.array(run.token_ids, np.int64) for run in runs]),
+        positions=np.concatenate([positions for positions, _, _ in places]),
+        slots=np.concatenate([slots for _, slots, _ in places]),
+        seeds=np.repeat(request.seeds, counts),
+        zeros=np.repeat(request.zeros, counts),
+        runs=tuple(
+            PackedRun(int(start), run.num_tokens, run.first_position) for start, run in zip(starts, runs, strict=False)
         ),
-        sampled_rows=to_device(
-            np.array([end - 1 for end, run in zip(starts[1:], runs, strict=True) if run.sampling], np.int64)
-        ),
+        tables=np.stack([np.pad(table, (0, width - len(table)), mode="edge") for _, _, table in places]),
     )
+
+
+def packed_rows(columns: PackedColumns, null_slot: int, to_device: ToDevice) -> Rows:
+    """The columns as tensors, padded to a multiple of ROW_TILE."""
+    padding = -len(columns.positions) % ROW_TILE
+
+    def column(values: IntArray, fill: int) -> Tensor:
+        return to_device(np.concatenate([values, np.full(padding, fill, np.int64)]))
+
+    return Rows(
+        token_ids=column(columns.token_ids, 0),
+        positions=column(columns.positions, 0),
+        slots=column(columns.slots, null_slot),
+        seeds=column(columns.seeds, 0),
+        zeros=column(columns.zeros, 1).bool(),
+        plan=PackedPlan(columns.runs, to_device(columns.tables)),
+    )
+
+
+def sampled_rows(runs: Sequence[RowRun]) -> IntArray:
+    """The last row of each run that has a Sampling, [S]."""
+    ends = np.cumsum([run.num_tokens for run in runs])
+    return np.array([end - 1 for end, run in zip(ends, runs, strict=True) if run.sampling], np.int64)
 
 
 def pinned_copier(device: torch.device) -> ToDevice:

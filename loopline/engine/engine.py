@@ -64,7 +64,7 @@ class Engine:
         self.arena: Arena = allocate_arena(self.layout, num_blocks, settings.device)
         self.ledger = Ledger(num_blocks, settings.block_size)
         self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, self._prefix_parts())
-        parts = build_parts(settings, self.model, self.arena, states)
+        parts = build_parts(settings, self.model, self.arena, self.ledger, states)
         self._runner = build_runner(settings, parts, self.ledger, self.layout.max_loops)
         # Oldest first: a plan, its work or what kept it from being submitted, and when that was in seconds.
         self._in_flight: deque[tuple[StepPlan, Submitted | Exception, float]] = deque()

@@ -26,11 +26,11 @@ from loopline.engine.decode_loop import (
     inputs_of,
 )
 from loopline.engine.forward import Forward
+from loopline.engine.staging import Staging
 from loopline.errors import InvariantBroken
 
 logger = logging.getLogger(__name__)
 _BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-_NUM_STAGING = 2
 
 
 def buckets_up_to(max_rows: int) -> tuple[int, ...]:
@@ -43,15 +43,6 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     logits: Tensor  # [N, V] float32
     chosen: Tensor  # [N] int64
-
-
-class _Staging:
-    """One host buffer of inputs, and when the device has taken them."""
-
-    def __init__(self, max_rows: int, width: int) -> None:
-        self.columns = torch.empty(NUM_COLUMNS * max_rows, dtype=torch.int64, pin_memory=True)
-        self.tables = torch.empty(max_rows * width, dtype=torch.int64, pin_memory=True)
-        self.taken: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call] # torch's stubs leave it out
 
 
 class GraphDecode:
@@ -69,8 +60,7 @@ class GraphDecode:
         self._null_slot = forward.arena.null_block * layout.block_size
         self._columns = torch.zeros(NUM_COLUMNS * max_rows, dtype=torch.int64, device=device)
         self._tables = torch.zeros((max_rows, table_width), dtype=torch.int64, device=device)
-        self._staging = [_Staging(max_rows, table_width) for _ in range(_NUM_STAGING)]
-        self._turn = 0
+        self._staging = Staging(((NUM_COLUMNS * max_rows, torch.int64), (max_rows * table_width, torch.int64)))
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[int, int], _Captured] = {}
         forward.planes.reserve(max_rows)  # graphs hold its address
@@ -117,13 +107,11 @@ class GraphDecode:
         return inputs_of(self._columns[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket), self._tables[:bucket])
 
     def _upload(self, columns: DecodeColumns, bucket: int) -> None:
-        staging = self._staging[self._turn]
-        self._turn = (self._turn + 1) % _NUM_STAGING
-        staging.taken.synchronize()  # of two steps ago: long past, unless the host is more than one step ahead
+        flat, wide = self._staging.open()
         size, (count, width) = NUM_COLUMNS * bucket, columns.tables.shape
-        fill_columns(staging.columns[:size].view(NUM_COLUMNS, bucket).numpy(), columns, self._null_slot)
-        tables = staging.tables[: count * width].view(count, width)
+        fill_columns(flat[:size].view(NUM_COLUMNS, bucket).numpy(), columns, self._null_slot)
+        tables = wide[: count * width].view(count, width)
         np.copyto(tables.numpy(), columns.tables)
-        self._columns[:size].copy_(staging.columns[:size], non_blocking=True)
+        self._columns[:size].copy_(flat[:size], non_blocking=True)
         self._tables[:count, :width].copy_(tables, non_blocking=True)
-        staging.taken.record()
+        self._staging.sent()

@@ -10,6 +10,7 @@ Shape letters: N rows, R runs, S tokens to choose, V vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,13 +18,14 @@ from kernels.ops import ROW_TILE
 from loopline.engine.batch import (
     RequestColumnsCache,
     decode_columns,
-    packed_batch,
     part_of,
     pinned_copier,
     run_columns,
+    sampled_rows,
 )
 from loopline.engine.decode_loop import DecodeLoop
-from loopline.engine.forward import Forward, Rows
+from loopline.engine.forward import Forward
+from loopline.engine.packed_loop import PackedLoop
 from loopline.engine.sampler import Choice, Sampler, sample_rows
 from loopline.kv.ledger import Ledger
 from loopline.sched.plan import RowRun, StepPlan, StepResult
@@ -46,13 +48,21 @@ class Runner:
     """Owns the buffers of chosen tokens; one thread at a time."""
 
     def __init__(
-        self, forward: Forward, ledger: Ledger, decode: DecodeLoop, previous: Tensor, *, packs_prompts: bool
+        self,
+        forward: Forward,
+        ledger: Ledger,
+        decode: DecodeLoop,
+        packed: PackedLoop,
+        previous: Tensor,
+        *,
+        packs_prompts: bool,
     ) -> None:
         """`previous`: int64, room for the tokens that one step may choose; the decode loop reads it. `packs_prompts`
         False: prompts are computed as decode rows."""
         self._forward = forward
         self._ledger = ledger
         self._decode = decode
+        self._packed = packed
         self._previous = previous
         self._packs_prompts = packs_prompts
         device = previous.device
@@ -103,18 +113,15 @@ class Runner:
 
     def packed_logits(self, runs: Sequence[RowRun], depth: int, *, every_row: bool = False) -> Tensor:
         """`prompt_logits` by one packed pass over all runs; `every_row`: of every row [N, V]."""
-        null_block = self._forward.arena.null_block
-        batch = packed_batch(runs, self._ledger, null_block, self._to_device)
-        rows = Rows(batch.token_ids, batch.positions, batch.slots, batch.seeds, batch.zeros, batch.plan)
-        hidden = self._forward.hidden(rows, depth)
+        hidden = self._packed.hidden(runs, depth)
         head = self._forward.model.head
         if every_row:
             return head(hidden)[: sum(run.num_tokens for run in runs)]
-        num_sampled = len(batch.sampled_rows)
-        if not num_sampled:
+        rows = sampled_rows(runs)
+        if not len(rows):
             return hidden.new_zeros((0, self._forward.model.spec.vocab_size), dtype=torch.float32)
-        padding = batch.sampled_rows.new_zeros(-num_sampled % ROW_TILE)
-        return head(hidden[torch.cat([batch.sampled_rows, padding])])[:num_sampled]
+        padded = np.concatenate([rows, np.zeros(-len(rows) % ROW_TILE, np.int64)])
+        return head(hidden[self._to_device(padded)])[: len(rows)]
 
     def per_row_logits(self, runs: Sequence[RowRun], depth: int, *, every_row: bool = False) -> Tensor:
         """`prompt_logits` with every position a row of the decode path; `every_row`: of every row [N, V]."""

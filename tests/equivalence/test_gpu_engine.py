@@ -18,12 +18,15 @@ from loopline.engine.decode_loop import compute
 from loopline.engine.forward import PagedAttention, PlaneTable, Rows
 from loopline.engine.graphs import GraphDecode, buckets_up_to
 from loopline.engine.local import LocalEngine
+from loopline.engine.packed_loop import GraphPacked
 from loopline.kv.arena import allocate_arena
 from loopline.kv.layout import KVLayout
+from loopline.kv.ledger import Ledger
 from loopline.model import random_model
 from loopline.model.noise import initial_state
 from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.request import Request, SamplingParams
+from loopline.sched.plan import RowRun
 from loopline.settings import EngineSettings, SchedulerSettings
 from tests.support.golden import MODELS, TRAINED
 
@@ -56,7 +59,8 @@ class Bench:
         settings = EngineSettings(
             model_path="", device="cuda", cuda_graphs=replays, scheduler=SchedulerSettings(max_running=MAX_ROWS)
         )
-        self.parts: DeviceParts = build_parts(settings, self.model, arena, None)
+        self.ledger = Ledger(arena.num_blocks, BLOCK_SIZE)
+        self.parts: DeviceParts = build_parts(settings, self.model, arena, self.ledger, None)
         self.tables = np.random.default_rng(1).permutation(arena.num_blocks).reshape(MAX_ROWS, -1)
 
     def columns(self, rows: Sequence[int], positions: Sequence[int]) -> DecodeColumns:
@@ -151,6 +155,30 @@ def test_a_rows_result_does_not_depend_on_its_batch_at_one_bucket(name: str, dty
         logits, chosen = bench.run(bench.columns(rows, positions))
         assert torch.equal(logits[place], alone[row][0])
         assert torch.equal(chosen[place], alone[row][1])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_prompt_graph_equals_the_same_rows_launched_one_by_one(name: str, dtype: str) -> None:
+    replayed, eager = Bench(name, dtype), Bench(name, dtype, replays=False)
+    assert isinstance(replayed.parts.packed, GraphPacked)
+    for counts in ((64,), (60, 3, 1), (100, 28), (40, 40, 40, 8)):  # whole buckets: the same products in both
+        hidden = []
+        for bench in (replayed, eager):
+            allocations = [bench.ledger.reserve(count, count) for count in counts]
+            runs = []
+            for number, (count, allocation) in enumerate(zip(counts, allocations, strict=True)):
+                assert allocation is not None
+                prompt = tuple(np.random.default_rng([7, number]).integers(0, 200, count).tolist())
+                params = SamplingParams(loops=bench.depth, seed=number)
+                runs.append(RowRun(f"r{number}", allocation, params, 0, prompt, None))
+            with torch.inference_mode():
+                hidden.append(bench.parts.packed.hidden(runs, bench.depth)[: sum(counts)].clone())
+            for allocation in allocations:
+                bench.ledger.release(allocation)
+        assert torch.isfinite(hidden[1]).all()
+        assert torch.equal(*hidden)
+        assert torch.equal(replayed.arena.tensor[:-1], eager.arena.tensor[:-1])
 
 
 def test_padding_rows_write_the_null_block_alone() -> None:

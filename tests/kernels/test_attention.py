@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kernels import decode_attention as decode
 from kernels import packed_attention as packed
-from kernels.ops import DecodePlan, PackedPlan, PackedRun
+from kernels.ops import DecodePlan, PackedPlan, PackedRun, TiledPlan, tiles_of
+from kernels.reference import reference_ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_PLANES = 3
@@ -277,6 +278,28 @@ def test_the_bits_of_a_packed_row_do_not_depend_on_how_its_prompt_is_cut(shape: 
     outs = [packed.packed_attention(q, arena, planes, plan, shape.scale) for plan in (whole, pieces)]
     assert torch.isfinite(outs[0]).all()
     assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("shape", [SMALL, GROUPED, gpu(OURO), gpu(HUGINN)])
+def test_tiles_are_another_way_to_say_runs(shape: Shape) -> None:
+    lengths = [33, 5, 18]
+    generator = _generator(shape, "tiles")
+    arena, tables = _paged(lengths, shape, generator)
+    runs = (PackedRun(0, 20, 13), PackedRun(20, 5, 0), PackedRun(25, 1, 17))
+    q, planes = shape.queries(40, generator), torch.ones(40, dtype=torch.int64, device=DEVICE)
+    by_runs = PackedPlan(runs, tables)
+    for ops, tile_rows in (
+        (reference_ops(deterministic=False), 8),
+        (None, packed.tile_rows(shape.dtype)),
+    ):
+        tiles = torch.zeros((9, 4), dtype=torch.int32, device=DEVICE)
+        made = torch.tensor(tiles_of(runs, tile_rows), dtype=torch.int32)
+        tiles[: len(made)] = made.to(DEVICE)
+        attend = packed.packed_attention if ops is None else ops.paged_attention
+        whole, tiled = (attend(q, arena, planes, plan, shape.scale) for plan in (by_runs, TiledPlan(tiles, tables)))
+        assert torch.isfinite(whole).all()
+        assert torch.equal(whole, tiled)
+        assert tiled[26:].count_nonzero() == 0
 
 
 @pytest.mark.gpu
