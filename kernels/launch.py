@@ -3,7 +3,8 @@
 Programmatic dependent launch (PDL): on compute capability 9.0 and above a kernel may start while the one before it
 still runs. Every kernel of this package keeps four rules. It calls `let_next_start` first of all. Before
 `wait_for_previous` it reads nothing but weights and a step's inputs (positions, slots, planes, block tables, rope
-rows), which are there before the first kernel of a step starts and which no kernel of this package writes. It stores
+rows). No kernel of this package writes those; copies and torch's own kernels do, and one of torch's, which starts only
+when all before it have ended, stands between them and a step's first kernel of ours: the embedding. It stores
 nothing before `wait_for_previous`. And at least one of its programs waits, so that a kernel's end means that all before
 it have ended. So what a kernel sees is what all earlier kernels wrote, and what it overwrites nobody still reads; only
 the latency of its first loads hides behind the kernel before.

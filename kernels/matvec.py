@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
+from kernels.activation import silu
 from kernels.launch import INTERPRETED, launch_options, let_next_start, wait_for_previous
 
 MAX_ROWS = 8
@@ -124,11 +124,7 @@ def gate_times_up(gate, up):
     """`silu(gate) * up` of float32 sums, with torch's roundings to bfloat16 at every step of its own: bfloat16."""
     gate = gate.to(tl.bfloat16).to(tl.float32)
     up = up.to(tl.bfloat16).to(tl.float32)
-    if _INTERPRETED:
-        silu = gate / (1.0 + tl.exp(-gate))
-    else:
-        silu = tl.div_rn(gate, 1.0 + libdevice.exp(-gate))
-    return (silu.to(tl.bfloat16).to(tl.float32) * up).to(tl.bfloat16)
+    return (silu(gate, _INTERPRETED).to(tl.bfloat16).to(tl.float32) * up).to(tl.bfloat16)
 
 
 @triton.jit

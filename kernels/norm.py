@@ -23,9 +23,8 @@ _VECTOR = 4
 _MAX_THREADS = 512
 """Threads of a block of torch's reduction."""
 _WARP = 32
-_MANY_ROWS = 1024
-_WARPS_ALONE, _WARPS_SHARED, _WARPS_MANY = 4, 2, 2
-"""Of a program, measured: for fewer than 16 rows, from there on (32 threads of torch's share a row), for many rows."""
+_WARPS_ALONE, _WARPS_SHARED = 4, 2
+"""Of a program, measured: for fewer than 16 rows, and from there on, where 32 threads of torch's share a row."""
 _STEPS_APART = 16
 """Up to so many steps each is a tile of its own, whose sums stay where its elements are. The compiler's time grows with
 the cube of the number of tiles, so a longer row has tiles of several steps; these change threads to be summed.
@@ -144,9 +143,7 @@ def _two_norms(
 
 
 def _num_warps(x: Tensor) -> int:
-    if len(x) < 16:
-        return _WARPS_ALONE
-    return _WARPS_SHARED if len(x) < _MANY_ROWS else _WARPS_MANY
+    return _WARPS_ALONE if len(x) < 16 else _WARPS_SHARED
 
 
 def _order(x: Tensor) -> _Order:

@@ -1,8 +1,8 @@
 """The seam through which models and the engine compute: what an implementation offers, and the records its calls take.
 
 `kernels.reference` implements it in plain torch for any device, `kernels.triton_ops` with kernels of our own; models
-and the engine know only this module. Every call writes a new tensor except `rope_write_kv`, which also writes the
-arena.
+and the engine's device side compute through nothing else. Every call writes a new tensor except `rope_write_kv`, which
+also writes the arena.
 
 Shape letters: N rows of a batch, K/M in and out features, E width, F feed-forward width, H query heads, C key/value
 heads, d head size, R runs of a packed batch, T tiles of it, B block-table entries, V vocabulary. An arena is
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 ROW_TILE = 8
-"""Rows of a batch on a CPU come padded to a multiple of it."""
+"""Rows of a batch come padded to a multiple of it, where no captured graph has a padding of its own."""
 
 
 class RopeStyle(Enum):

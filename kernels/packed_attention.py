@@ -1,4 +1,4 @@
-"""Attention of packed runs of rows; `kernels.triton_ops` calls it for a `PackedPlan`.
+"""Attention of packed runs of rows; `kernels.triton_ops` calls it for a `PackedPlan` or a `TiledPlan`.
 
 A program takes a tile of consecutive rows of one run and one head, and walks over tiles of keys with a running softmax
 (Dao, "FlashAttention-2", 2023). Keys are gathered through the block table; a chunk's own keys are in the arena before

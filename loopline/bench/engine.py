@@ -25,6 +25,7 @@ from loopline.bench.engine_arms import CPU_ARMS, CUDA_ARMS, DECODE_ARMS, DecodeP
 from loopline.bench.engine_idle import IdleSizes, measure_idle
 from loopline.bench.engine_prefill import PrefillPoint
 from loopline.bench.shapes import SHAPES, config_json, prompt_flops, weight_bytes
+from loopline.engine.engine import require_device
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.model import LoopedModel, load_model, random_model, resolve_dtype
 from loopline.model_spec import ModelSpec, load_model_spec
@@ -79,6 +80,7 @@ def measure(bench: EngineBench, command: str, say: Callable[[str], None] = lambd
 
     Raises OperatorError kinds for what cannot be measured at all: device, model, points and arms.
     """
+    require_device(bench.device)
     spec, device = _spec(bench), torch.device(bench.device)
     arms = _checked_arms(bench, device, spec)
     kind = resolve_dtype(bench.dtype, spec)
@@ -269,9 +271,7 @@ def _spec(bench: EngineBench) -> ModelSpec:
 
 
 def _checked_arms(bench: EngineBench, device: torch.device, spec: ModelSpec) -> tuple[str, ...]:
-    """The decode arms. Raises ConfigError for a device, a dtype, an arm or a point that cannot be measured."""
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError(f"device is {bench.device}; allowed here: cpu{', cuda' * torch.cuda.is_available()}")
+    """The decode arms. Raises ConfigError for a dtype, an arm or a point that cannot be measured."""
     if bench.dtype not in ("auto", *_DTYPE_NAMES.values()):
         raise ConfigError(f"dtype is {bench.dtype!r}; allowed: auto, {', '.join(_DTYPE_NAMES.values())}")
     allowed = CPU_ARMS if device.type == "cpu" else tuple(DECODE_ARMS)

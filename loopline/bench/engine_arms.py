@@ -20,7 +20,7 @@ from torch.nn import functional
 from kernels.invariant import PlainProducts
 from kernels.ops import AttentionPlan, DecodePlan, Ops
 from kernels.reference import ReferenceOps
-from loopline.engine.batch import KNOWN, DecodeColumns, RequestColumns
+from loopline.engine.batch import DecodeColumns, RequestColumns
 from loopline.engine.decode_loop import DecodeInputs, EagerDecode, compute
 from loopline.engine.forward import Forward, PagedAttention, PlaneTable, Rows
 from loopline.engine.graphs import GraphDecode
@@ -32,6 +32,7 @@ from loopline.model.huginn import HuginnModel
 from loopline.model.noise import initial_state
 from loopline.model.ouro import OuroModel
 from loopline.request import SamplingParams
+from loopline.sched.plan import KNOWN
 
 T = TypeVar("T")
 Step = Callable[[], Tensor]

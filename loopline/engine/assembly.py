@@ -50,6 +50,7 @@ def memory_budget(settings: EngineSettings, model: LoopedModel, layout: KVLayout
     """Bytes that the arena may have. Raises ConfigError that says what to lower."""
     if not settings.device.startswith("cuda"):
         return int(free_bytes(settings.device) * settings.memory_fraction)
+    _return_unused()
     weights = free_at_start - free_bytes(settings.device)
     workspace = _workspace_bytes(settings, model, layout)
     budget = int(free_at_start * settings.memory_fraction) - weights - workspace - _SLACK_BYTES
@@ -59,6 +60,16 @@ def memory_budget(settings: EngineSettings, model: LoopedModel, layout: KVLayout
         *(count / 2**30 for count in (free_at_start, weights, workspace, max(0, budget))),
     )
     return budget
+
+
+def require_plain_allocations() -> None:
+    """Raise ConfigError unless torch's CUDA allocator gives memory that transfers can register."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").lower():
+            raise ConfigError(
+                f"{name} has expandable_segments:True; an arena in such memory cannot be registered for transfers; "
+                "allowed: expandable_segments:False"
+            )
 
 
 def build_parts(
@@ -76,16 +87,19 @@ def build_parts(
     decode = GraphDecode(forward, max_rows, width, previous, replays=replays)
     if not replays or settings.prefill == "per_row":
         return DeviceParts(forward, decode, eager, previous)
-    most = most_prompt_tokens(settings, layout.max_loops)
-    packed = GraphPacked(forward, eager, max_rows=most, max_runs=max_rows, depth=layout.max_loops)
+    depth = _usual_depth(forward)
+    most = most_prompt_tokens(settings, depth)
+    packed = GraphPacked(forward, eager, max_rows=most, max_runs=max_rows, depth=depth)
     return DeviceParts(forward, decode, packed, previous)
 
 
-def build_runner(settings: EngineSettings, parts: DeviceParts, ledger: Ledger, depth: int) -> Runner:
-    """The runner, its graphs captured at `depth`; how it computes prompts is settled by the accuracy gate."""
+def build_runner(settings: EngineSettings, parts: DeviceParts, ledger: Ledger) -> Runner:
+    """The runner, its graphs captured; how it computes prompts is settled by the accuracy gate."""
+    depth = _usual_depth(parts.forward)
     with torch.inference_mode():
         if isinstance(parts.decode, GraphDecode):
-            parts.decode.capture_all(depth)
+            for one in sorted({depth, parts.forward.arena.layout.max_loops}):
+                parts.decode.capture_all(one)
         if isinstance(parts.packed, GraphPacked):
             parts.packed.capture_all()
 
@@ -97,19 +111,23 @@ def build_runner(settings: EngineSettings, parts: DeviceParts, ledger: Ledger, d
     if mode == "auto" and (parts.previous.device.type != "cuda" or settings.load_format == "dummy"):
         mode = "packed"  # the plain twins keep a row's bits either way, and random weights have no accuracy to lose
     trial = runner("packed")
-    if mode == "auto":
-        prompts = _prompts_that_fit(parts.forward, ledger)
-        mode, _ = choose_prefill(
-            mode,
-            lambda: _gate_logits(trial.packed_logits, ledger, prompts, depth),
-            lambda: _gate_logits(trial.per_row_logits, ledger, prompts, depth),
-            parts.forward.model.dtype,
-        )
+    prompts = _prompts_that_fit(parts.forward, ledger)
+    mode, _ = choose_prefill(
+        mode,
+        lambda: _gate_logits(trial.packed_logits, ledger, prompts, depth),
+        lambda: _gate_logits(trial.per_row_logits, ledger, prompts, depth),
+        parts.forward.model.dtype,
+    )
     return trial if mode == "packed" else runner(mode)
 
 
+def _usual_depth(forward: Forward) -> int:
+    """The depth of a request that asks for none."""
+    return min(forward.model.spec.default_loops, forward.arena.layout.max_loops)
+
+
 def most_prompt_tokens(settings: EngineSettings, depth: int) -> int:
-    """Most prompt tokens of one step."""
+    """Most prompt tokens of one step whose requests all have this depth."""
     limits = settings.scheduler
     tokens = min(limits.max_running * limits.chunk_tokens, limits.max_token_loops // depth)
     return max(settings.block_size, tokens)
@@ -117,15 +135,8 @@ def most_prompt_tokens(settings: EngineSettings, depth: int) -> int:
 
 def _workspace_bytes(settings: EngineSettings, model: LoopedModel, layout: KVLayout) -> int:
     """What the largest decode graph and the largest prompt step take beside weights and arena."""
-    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        raise ConfigError(
-            "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True; an arena in such memory cannot be registered for "
-            "transfers; allowed: expandable_segments:False"
-        )
-    gc.collect()
-    torch.cuda.empty_cache()
     before = free_bytes(settings.device)
-    tokens = most_prompt_tokens(settings, layout.max_loops)
+    tokens = most_prompt_tokens(settings, 1)
     try:
         with torch.inference_mode():
             arena, ledger = allocate_arena(layout, 1, settings.device), Ledger(1, settings.block_size)
@@ -137,16 +148,21 @@ def _workspace_bytes(settings: EngineSettings, model: LoopedModel, layout: KVLay
             "prompt tokens beside the weights; lower scheduler.max_running, chunk_tokens or max_token_loops"
         ) from error
     taken = before - free_bytes(settings.device)
+    _return_unused()
+    return max(0, taken)
+
+
+def _return_unused() -> None:
+    """Give back what torch keeps for later and nobody uses."""
     gc.collect()
     torch.cuda.empty_cache()
-    return max(0, taken)
 
 
 def _run_largest(parts: DeviceParts, layout: KVLayout, num_tokens: int) -> None:
     if not isinstance(parts.decode, GraphDecode):
         raise InvariantBroken("workspace is measured on CUDA")
     device = parts.previous.device
-    parts.decode.capture(parts.decode.buckets[-1], layout.max_loops)
+    parts.decode.run_largest(layout.max_loops)
     if isinstance(parts.packed, GraphPacked):
         parts.packed.capture(parts.packed.buckets[-1])
     positions = torch.arange(num_tokens, device=device)

@@ -21,11 +21,9 @@ from loopline.engine.forward import Rows
 from loopline.kv.block_books import IntArray
 from loopline.kv.ledger import Ledger
 from loopline.request import InitialState, Request, SamplingParams
-from loopline.sched.plan import DecodeRows, RowRun
+from loopline.sched.plan import KNOWN, DecodeRows, RowRun
 
 ToDevice = Callable[[Any], Tensor]
-KNOWN = -1
-"""In `sources`: the row's token is in `token_ids`."""
 _LEAST_TEMPERATURE = 1e-6
 
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.ops import ROW_TILE, DecodePlan
-from loopline.engine.batch import KNOWN, DecodeColumns
+from loopline.engine.batch import DecodeColumns
 from loopline.engine.forward import Forward, Rows
+from loopline.sched.plan import KNOWN
 
 NO_POSITION = -1
 

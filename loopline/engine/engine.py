@@ -7,6 +7,7 @@ nothing else.
 import logging
 import os
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -14,10 +15,10 @@ import torch
 from loopline import PROTOCOL_VERSION
 from loopline.cache import cache_folder
 from loopline.clock import MonotonicClock
-from loopline.engine.assembly import build_parts, build_runner, memory_budget
+from loopline.engine.assembly import build_parts, build_runner, memory_budget, require_plain_allocations
 from loopline.engine.capacity import blocks_for_arena, free_bytes
 from loopline.engine.forward import StateSource
-from loopline.engine.runner import Submitted
+from loopline.engine.runner import MOST_STEPS_AHEAD, Submitted
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.identity import Capacity, Fingerprint
 from loopline.kv.arena import Arena, allocate_arena
@@ -27,7 +28,7 @@ from loopline.model import LoopedModel, load_model, random_model
 from loopline.model.weights import weights_digest
 from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.request import Limits
-from loopline.sched.plan import StepOutcome, StepPlan
+from loopline.sched.plan import StepOutcome, StepPlan, StepResult
 from loopline.sched.policy import RolePolicy
 from loopline.sched.scheduler import Scheduler
 from loopline.settings import EngineSettings
@@ -49,13 +50,17 @@ class Engine:
 
         `states`: where Huginn's initial states come from, if they are given and not keyed by request seed and position.
         """
-        _require_device(settings.device)
+        require_device(settings.device)
+        _check(settings)
         if settings.device == "cpu":
             torch.set_num_threads(1 if settings.deterministic else settings.num_threads)
         else:
-            os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))  # compiled once, not each start
+            require_plain_allocations()
+            with suppress(OSError):  # no folder of ours: Triton's own
+                os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
         self.settings = settings
         self._clock = MonotonicClock()
+        self._use_device()
         free_at_start = free_bytes(settings.device)
         self.model: LoopedModel = _model(settings)
         self.layout = engine_layout(self.model.spec, settings, _DTYPE_NAMES[self.model.dtype])
@@ -65,7 +70,7 @@ class Engine:
         self.ledger = Ledger(num_blocks, settings.block_size)
         self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, self._prefix_parts())
         parts = build_parts(settings, self.model, self.arena, self.ledger, states)
-        self._runner = build_runner(settings, parts, self.ledger, self.layout.max_loops)
+        self._runner = build_runner(settings, parts, self.ledger)
         # Oldest first: a plan, its work or what kept it from being submitted, and when that was in seconds.
         self._in_flight: deque[tuple[StepPlan, Submitted | Exception, float]] = deque()
         self._last_end_s = self._clock.now_s()
@@ -113,6 +118,7 @@ class Engine:
 
     def step(self) -> StepOutcome | None:
         """Submit what can be submitted, then wait for the oldest step and commit it; None if there was nothing."""
+        self._use_device()
         while len(self._in_flight) <= self.settings.scheduler.steps_ahead and (plan := self.scheduler.plan()):
             began_s = self._clock.now_s()
             try:
@@ -127,11 +133,20 @@ class Engine:
         plan, submitted, began_s = self._in_flight.popleft()
         if isinstance(submitted, Exception):
             return self._abandon(plan, submitted)
-        return self._commit(submitted, began_s)
+        try:
+            result = self._runner.collect(submitted)
+        except _ENDS_ENGINE:
+            raise
+        except Exception as error:
+            return self._abandon(plan, error)
+        return self._commit(plan, result, began_s)
 
-    def _commit(self, submitted: Submitted, began_s: float) -> StepOutcome:
-        plan = submitted.plan
-        result = self._runner.collect(submitted)
+    def _use_device(self) -> None:
+        """Kernels are launched on the calling thread's current device, which need not be this engine's."""
+        if self.settings.device.startswith("cuda"):
+            torch.cuda.set_device(torch.device(self.settings.device).index or 0)
+
+    def _commit(self, plan: StepPlan, result: StepResult, began_s: float) -> StepOutcome:
         now_s = self._clock.now_s()
         # A step that was queued behind another one began when that one ended.
         taken_s, self._last_end_s = now_s - max(began_s, self._last_end_s), now_s
@@ -141,6 +156,7 @@ class Engine:
 
     def _abandon(self, plan: StepPlan, error: Exception) -> StepOutcome:
         self._runner.wait()  # what was queued of it may still write blocks that are about to be free
+        self._last_end_s = self._clock.now_s()
         logger.error("step %d failed; giving up its %d requests", plan.step, len(plan.request_ids), exc_info=error)
         return self.scheduler.abandon(plan, f"step {plan.step} failed: {error!r}")
 
@@ -170,12 +186,23 @@ def _model(settings: EngineSettings) -> LoopedModel:
     return load_model(settings.model_path, settings.device, settings.dtype, deterministic=settings.deterministic)
 
 
+def _check(settings: EngineSettings) -> None:
+    """Raise ConfigError for a setting that nothing here knows."""
+    for name, value, allowed in (
+        ("prefill", settings.prefill, ("auto", "packed", "per_row")),
+        ("load_format", settings.load_format, ("safetensors", "dummy")),
+        ("steps_ahead", settings.scheduler.steps_ahead, range(MOST_STEPS_AHEAD + 1)),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
+
+
 def engine_layout(spec: ModelSpec, settings: EngineSettings, dtype: str) -> KVLayout:
     """The KV layout of a model under these settings; the arena has the compute dtype."""
     return KVLayout.from_spec(spec, settings.max_loops or spec.default_loops, settings.block_size, dtype)
 
 
-def _require_device(device: str) -> None:
+def require_device(device: str) -> None:
     """Raise ConfigError that says what there is, unless `device` can be computed on here."""
     kind, _, index = device.partition(":")
     if kind == "cpu" and not index:

@@ -66,21 +66,25 @@ class GraphDecode:
         forward.planes.reserve(max_rows)  # graphs hold its address
 
     def run(self, columns: DecodeColumns, depth: int, previous: Tensor) -> DecodeOutput:
-        """See `DecodeLoop`. The first run of a bucket at a new depth captures it."""
+        """See `DecodeLoop`. At a depth that nothing was captured for, the step is launched kernel by kernel."""
         if previous is not self._previous:
             raise InvariantBroken("a graph reads the buffer of tokens that it was captured with, and no other")
         count = len(columns)
         bucket = self.buckets[bisect_left(self.buckets, count)]
-        if self._replays and (bucket, depth) not in self._graphs:
-            logger.info("capturing the decode graph of %d rows at depth %d", bucket, depth)
-            self.capture(bucket, depth)
         self._upload(columns, bucket)
-        if not self._replays:
-            logits, chosen = compute(self._forward, self._inputs(bucket), previous, depth, chooses=True)
-            return DecodeOutput(logits[:count], None if chosen is None else chosen[:count])
-        captured = self._graphs[bucket, depth]
+        captured = self._graphs.get((bucket, depth))
+        if captured is None:
+            logits, chosen = self._compute(bucket, depth)
+            return DecodeOutput(logits[:count], chosen[:count])
         captured.graph.replay()
         return DecodeOutput(captured.logits[:count], captured.chosen[:count])
+
+    def run_largest(self, depth: int) -> None:
+        """Take the memory that the largest bucket takes."""
+        if self._replays:
+            self.capture(self.buckets[-1], depth)
+        else:
+            self._compute(self.buckets[-1], depth)
 
     def capture(self, bucket: int, depth: int) -> None:
         """Record the step of `bucket` rows at `depth`. All its rows are padding: only the null block is written."""
@@ -88,13 +92,11 @@ class GraphDecode:
         self._columns.zero_()
         inputs.positions.fill_(NO_POSITION)
         inputs.slots.fill_(self._null_slot)
-        compute(self._forward, inputs, self._previous, depth, chooses=True)  # compiles what is not compiled yet
+        self._compute(bucket, depth)  # compiles what is not compiled yet
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits, chosen = compute(self._forward, inputs, self._previous, depth, chooses=True)
-        if chosen is None:
-            raise InvariantBroken("a captured step chooses its tokens")
+            logits, chosen = self._compute(bucket, depth)
         self._graphs[bucket, depth] = _Captured(graph, logits, chosen)
 
     def capture_all(self, depth: int) -> None:
@@ -102,6 +104,13 @@ class GraphDecode:
         if self._replays:
             for bucket in reversed(self.buckets):
                 self.capture(bucket, depth)
+
+    def _compute(self, bucket: int, depth: int) -> tuple[Tensor, Tensor]:
+        """Logits [N, V] and tokens [N] of what lies in the input buffers."""
+        logits, chosen = compute(self._forward, self._inputs(bucket), self._previous, depth, chooses=True)
+        if chosen is None:
+            raise InvariantBroken("a step of this loop chooses its tokens")
+        return logits, chosen
 
     def _inputs(self, bucket: int) -> DecodeInputs:
         return inputs_of(self._columns[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket), self._tables[:bucket])

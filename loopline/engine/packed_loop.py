@@ -60,7 +60,7 @@ class GraphPacked:
 
     def __init__(self, forward: Forward, eager: EagerPacked, *, max_rows: int, max_runs: int, depth: int) -> None:
         """`max_rows`: most rows of a step; graphs go no further than they gain anything. `max_runs`: most runs."""
-        self.buckets = (*(size for size in _STEPS if size < max_rows), min(max_rows, _STEPS[-1]))
+        self.buckets = self.buckets_up_to(max_rows)
         self._eager = eager
         self._forward = forward
         self._depth = depth
@@ -82,6 +82,12 @@ class GraphPacked:
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         forward.planes.reserve(rows)  # graphs hold its address
+
+    @staticmethod
+    def buckets_up_to(max_rows: int) -> tuple[int, ...]:
+        """Numbers of rows that graphs are captured for, ascending."""
+        most = min(max_rows, _STEPS[-1])
+        return (*(size for size in _STEPS if size < most), most)
 
     def hidden(self, runs: Sequence[RowRun], depth: int) -> Tensor:
         """See `PackedLoop`."""

@@ -30,7 +30,8 @@ from loopline.engine.sampler import Choice, Sampler, sample_rows
 from loopline.kv.ledger import Ledger
 from loopline.sched.plan import RowRun, StepPlan, StepResult
 
-_NUM_RESULTS = 4
+MOST_STEPS_AHEAD = 2
+_NUM_RESULTS = MOST_STEPS_AHEAD + 2
 """Host buffers of tokens; more than steps that can be in flight."""
 
 
@@ -93,7 +94,7 @@ class Runner:
                 logits.append(self.prompt_logits(segment.runs, segment.last_loop))
         rows = sample_rows(plan)
         if chosen is not None and len(logits) == 1 and self._sampler.is_plain(rows):
-            return self._hand_over(plan, Choice(chosen, {}))
+            return self._hand_over(plan, Choice(chosen))
         return self._hand_over(plan, self._sampler.choose(torch.cat(logits) if len(logits) > 1 else logits[0], rows))
 
     def collect(self, submitted: Submitted) -> StepResult:
@@ -142,7 +143,7 @@ class Runner:
 
     def _hand_over(self, plan: StepPlan, choice: Choice) -> Submitted:
         """Keep the tokens for the next step, and send them on their way to the host."""
-        count = len(choice.token_ids)
+        count, choice = len(choice.token_ids), choice.on_host()
         self._previous[:count].copy_(choice.token_ids)
         if not self._is_cuda:
             return Submitted(plan, choice, choice.token_ids, None)

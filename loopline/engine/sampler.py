@@ -11,7 +11,7 @@ Shape letters: S rows to choose from, V vocabulary, W vocabulary padded so that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,16 +38,50 @@ class SampleRows:
 
 
 @dataclass(frozen=True, eq=False)
+class Logprobs:
+    """Log probabilities of the P rows that ask for them, best first, K at most."""
+
+    rows: tuple[int, ...]  # of S
+    num_top: tuple[int, ...]
+    chosen: Tensor  # [P] float32
+    top_values: Tensor  # [P, K] float32
+    top_ids: Tensor  # [P, K] int64
+
+    def of(self, index: int) -> TokenLogprobs:
+        """What row `rows[index]` asked for; the tensors are on the host."""
+        count = self.num_top[index]
+        ids, values = self.top_ids[index, :count].tolist(), self.top_values[index, :count].tolist()
+        top = tuple(TokenLogprob(token_id, value) for token_id, value in zip(ids, values, strict=True))
+        return TokenLogprobs(self.chosen[index].item(), top)
+
+
+@dataclass(frozen=True, eq=False)
 class Choice:
     """Tokens that were chosen and may still be on their way."""
 
     token_ids: Tensor  # [S] int64 on the logits' device; NOT_FINITE where a row's logits were not
-    logprobs: "dict[int, _RowLogprobs]"
+    logprobs: Logprobs | None = None
+
+    def on_host(self) -> "Choice":
+        """The same, its log probabilities sent on their way to the host."""
+        one = self.logprobs
+        if one is None or not one.chosen.is_cuda:
+            return self
+        moved = replace(one, chosen=_sent(one.chosen), top_values=_sent(one.top_values), top_ids=_sent(one.top_ids))
+        return Choice(self.token_ids, moved)
 
     def result(self, step: int, token_ids: Sequence[int]) -> StepResult:
-        """The step's result, `token_ids` on the host by now."""
-        chosen = {row: one.of(token_ids[row]) for row, one in self.logprobs.items() if token_ids[row] != NOT_FINITE}
-        return StepResult(step, token_ids, chosen)
+        """The step's result, `token_ids` and log probabilities on the host by now."""
+        found = {}
+        for index, row in enumerate(self.logprobs.rows if self.logprobs is not None else ()):
+            if self.logprobs is not None and token_ids[row] != NOT_FINITE:
+                found[row] = self.logprobs.of(index)
+        return StepResult(step, token_ids, found)
+
+
+def _sent(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory of the host, there once the stream has come so far."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 class Sampler:
@@ -60,6 +94,7 @@ class Sampler:
         self._ops = ops if device.startswith("cuda") else None
         self._to_device: ToDevice = pinned_copier(torch.device(device))
         self._known: _Parameters | None = None
+        self._plain: tuple[tuple[SamplingParams, ...], bool] = ((), True)
 
     def sample(self, logits: Tensor, plan: StepPlan) -> StepResult:
         """Choose a token for every row of `logits` [S, V] float32, and wait for it; rows as `sample_rows(plan)`."""
@@ -68,38 +103,45 @@ class Sampler:
 
     def is_plain(self, rows: SampleRows) -> bool:
         """Whether temperature and seed alone say how these rows are chosen (`Ops.choose_tokens`)."""
-        return rows.histories is None and self._parameters(rows.params).is_plain
+        known, plain = self._plain
+        if not _are_the_same(known, rows.params):
+            plain = all(_is_plain(one) for one in rows.params)
+            self._plain = (rows.params, plain)
+        return plain and rows.histories is None
 
     def choose(self, logits: Tensor, rows: SampleRows) -> Choice:
-        """Choose a token for every row of `logits` [S, V] float32. On CUDA the host waits for nothing, unless the
-        requests are others than last time."""
+        """Choose a token for every row of `logits` [S, V] float32. On CUDA the host waits for nothing."""
         if not rows.params:
-            return Choice(torch.zeros(0, dtype=torch.int64, device=self._device), {})
+            return Choice(torch.zeros(0, dtype=torch.int64, device=self._device))
         known = self._parameters(rows.params)
-        if self._ops is not None and rows.histories is None and known.is_plain:
+        if self._ops is not None and self.is_plain(rows):
             positions = self._to_device(rows.positions)
-            return Choice(self._ops.choose_tokens(logits, known.all_temperatures, known.all_seeds, positions), {})
-        logprobs = self._logprobs(logits, rows.params) if known.wants_logprobs else {}
+            return Choice(self._ops.choose_tokens(logits, known.all_temperatures, known.all_seeds, positions))
         adjusted = self._adjust(logits, rows, known)
         if known.any_random:
             adjusted = self._perturb(adjusted, rows, known)
         finite = torch.isfinite(logits).all(dim=1)
-        return Choice(torch.where(finite, adjusted.argmax(dim=1), NOT_FINITE), logprobs)
+        token_ids = torch.where(finite, adjusted.argmax(dim=1), NOT_FINITE)
+        return Choice(token_ids, self._logprobs(logits, token_ids, known))
 
     def _parameters(self, params: tuple[SamplingParams, ...]) -> "_Parameters":
         known = self._known
-        if (
-            known is None
-            or len(known.params) != len(params)
-            or any(mine is not theirs for mine, theirs in zip(known.params, params, strict=True))
-        ):
-            known = self._known = _Parameters.of(params, self._device)
+        if known is None or not _are_the_same(known.params, params):
+            known = self._known = _Parameters.of(params, self._to_device)
         return known
 
-    def _logprobs(self, logits: Tensor, params: Sequence[SamplingParams]) -> dict[int, "_RowLogprobs"]:
-        rows = [row for row, one in enumerate(params) if one.logprobs is not None]
-        values = torch.log_softmax(logits[rows], dim=1)
-        return {row: _RowLogprobs(values[i], params[row].logprobs or 0) for i, row in enumerate(rows)}
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, known: "_Parameters") -> Logprobs | None:
+        if not len(known.logprob_rows):
+            return None
+        rows = known.logprob_rows
+        values = torch.log_softmax(logits[rows], dim=1)  # [P, V]
+        chosen = values.gather(1, token_ids[rows].clamp(min=0).unsqueeze(1)).squeeze(1)
+        most = max(known.num_top)
+        if most:
+            values, order = torch.sort(values, dim=1, descending=True, stable=True)
+        else:
+            order = token_ids.new_empty((len(rows), 0))
+        return Logprobs(known.logprob_places, known.num_top, chosen, values[:, :most], order[:, :most])
 
     def _adjust(self, logits: Tensor, rows: SampleRows, known: "_Parameters") -> Tensor:
         """Bias, penalties and banned stop ids: a new [S, V], or `logits` itself where nothing asks for a change."""
@@ -170,7 +212,9 @@ class _Parameters:
     """Tensors of one batch's parameters. R of the S rows are random, and C of these cut by top-k or top-p."""
 
     params: tuple[SamplingParams, ...]
-    wants_logprobs: bool
+    logprob_rows: Tensor  # [P] int64, of S
+    logprob_places: tuple[int, ...]  # the same on the host
+    num_top: tuple[int, ...]  # [P]
     random_rows: Tensor  # [R] int64, of S
     temperature: Tensor  # [R, 1] float32
     seeds: Tensor  # [R] int64
@@ -184,7 +228,6 @@ class _Parameters:
     bias: tuple[tuple[Tensor, Tensor], Tensor] | None  # (rows, token ids), values
     stops: tuple[IntArray, IntArray] | None  # (rows, token ids) of rows with min_tokens
     min_tokens: IntArray  # [S]
-    is_plain: bool  # nothing but temperature is asked for, penalties aside
     all_temperatures: Tensor  # [S] float32; 0: greedy
     all_seeds: Tensor  # [S] int64
 
@@ -193,13 +236,14 @@ class _Parameters:
         return len(self.random_rows) > 0
 
     @classmethod
-    def of(cls, params: tuple[SamplingParams, ...], device: str) -> "_Parameters":
+    def of(cls, params: tuple[SamplingParams, ...], to_device: ToDevice) -> "_Parameters":
         def column(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
+            return to_device(np.array(values, np.float32))[:, None]
 
         def ids(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+            return to_device(np.array(values, np.int64))
 
+        asking = [row for row, one in enumerate(params) if one.logprobs is not None]
         random_rows = [row for row, one in enumerate(params) if chosen_temperature(one)]
         random = [params[row] for row in random_rows]
         cut_rows = [row for row, one in enumerate(random) if one.top_k or one.top_p < 1]
@@ -208,7 +252,9 @@ class _Parameters:
         bias_index = (ids([row for row, _, _ in bias]), ids([token for _, token, _ in bias]))
         return cls(
             params=params,
-            wants_logprobs=any(one.logprobs is not None for one in params),
+            logprob_rows=ids(asking),
+            logprob_places=tuple(asking),
+            num_top=tuple(params[row].logprobs or 0 for row in asking),
             random_rows=ids(random_rows),
             temperature=column([one.temperature for one in random]),
             seeds=ids([signed_seed(one.seed) for one in random]),
@@ -222,7 +268,6 @@ class _Parameters:
             bias=(bias_index, column([value for _, _, value in bias])[:, 0]) if bias else None,
             stops=(np.array([row for row, _ in stops]), np.array([token for _, token in stops])) if stops else None,
             min_tokens=np.array([one.min_tokens for one in params], np.int64),
-            is_plain=all(_is_plain(one) for one in params),
             all_temperatures=column([chosen_temperature(one) for one in params])[:, 0],
             all_seeds=ids([signed_seed(one.seed) for one in params]),
         )
@@ -233,19 +278,8 @@ def _is_plain(params: SamplingParams) -> bool:
     return not (cuts or params.logit_bias or params.logprobs is not None or (params.min_tokens and params.stop_ids))
 
 
-class _RowLogprobs:
-    """Log probabilities of one row [V], read for the token that was chosen."""
-
-    def __init__(self, values: Tensor, num_top: int) -> None:
-        self._values = values
-        self._num_top = num_top
-
-    def of(self, token_id: int) -> TokenLogprobs:
-        top: tuple[TokenLogprob, ...] = ()
-        if self._num_top:
-            order = torch.sort(self._values, descending=True, stable=True).indices[: self._num_top].tolist()
-            top = tuple(TokenLogprob(candidate, self._values[candidate].item()) for candidate in order)
-        return TokenLogprobs(self._values[token_id].item(), top)
+def _are_the_same(some: tuple[SamplingParams, ...], others: tuple[SamplingParams, ...]) -> bool:
+    return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
 
 
 def _filter(scaled: Tensor, known: _Parameters) -> Tensor:

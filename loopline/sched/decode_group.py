@@ -21,7 +21,7 @@ from loopline.kv.block_books import IntArray
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.request import FinishReason, TokenLogprobs
 from loopline.sched.entry import Entry
-from loopline.sched.plan import NOT_FINITE, DecodeRows, StepPlan, TokenColumns
+from loopline.sched.plan import KNOWN, NOT_FINITE, DecodeRows, StepPlan, TokenColumns
 
 BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 _NO_STOP_ID = -2  # no token has it, nor is it NOT_FINITE
@@ -96,7 +96,7 @@ class DecodeGroup:
     def _rows_ahead(self, previous: StepPlan) -> DecodeRows:
         rows, ahead, goes_on = self._rows, self._ahead, self._goes_on()
         is_known = ahead == 0
-        sources = np.where(is_known, -1, self._places(previous, goes_on & ~is_known))
+        sources = np.where(is_known, KNOWN, self._places(previous, goes_on & ~is_known))
         planned = DecodeRows(
             requests=rows.requests,
             allocations=rows.allocations,

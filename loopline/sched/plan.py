@@ -25,6 +25,8 @@ from loopline.kv.ledger import Allocation
 from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request, SamplingParams, TokenId, TokenLogprobs
 
+KNOWN = -1
+"""In DecodeRows.sources: the row's token is in `token_ids`."""
 NOT_FINITE = -1
 """In StepResult.token_ids: the row's logits were not finite, and its request fails."""
 
