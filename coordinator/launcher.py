@@ -164,6 +164,8 @@ class LocalLauncher:
                 backoff_s = _BACKOFF_FIRST_S
             await self._unless_stopped(backoff_s)
             backoff_s = min(2 * backoff_s, _BACKOFF_MOST_S)
+            if self._config.faults and "--without-faults" not in arguments:
+                arguments.append("--without-faults")  # each of them happens once
 
     async def _report_exit(self, child: Child, exit_status: int) -> None:
         """The proof that this process can write no more: said until it is answered, or until all is stopped.

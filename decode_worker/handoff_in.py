@@ -19,6 +19,7 @@ from kvtransfer.commands import Command, PushArrived, Quiesce, Quiesced, Transfe
 from kvtransfer.handoff import (
     Activate,
     AskClose,
+    CommitTaken,
     FreeBlocks,
     FreeQuarantined,
     GaveUp,
@@ -26,6 +27,7 @@ from kvtransfer.handoff import (
     PollToQuiescence,
     Quarantine,
     ReceiveEffect,
+    ReceiveState,
     Refused,
 )
 from kvtransfer.handoff import Granted as GrantEffect
@@ -52,6 +54,7 @@ from loopline.request import Request
 from loopline.sched.plan import StepOutcome
 from loopline.worker.deadlines import Deadlines
 from loopline.worker.events import BeginDrain, CommitReceived, CoordinatorLost, WriterClosed
+from loopline.worker.faults import no_fault
 
 logger = logging.getLogger(__name__)
 ASK_AGAIN_S = 1.0
@@ -65,6 +68,7 @@ class DecodePorts:
     to_coordinator: Callable[[WorkerMessage], None]
     to_transfer: Callable[[Command], None]
     ask_close: Callable[[HandoffKey, Peer], None]
+    entered: Callable[[str], None] = no_fault  # hears of every state that a handoff enters
 
 
 @dataclass(frozen=True)
@@ -169,11 +173,15 @@ class HandoffIn:
         self._deadlines.add(key, reserve.deadline_s)
         block_ids = tuple(self._engine.ledger.block_ids(allocation))
         self._carry_out(self._table.reserve(key, 0, block_ids))
+        self._ports.entered(ReceiveState.RESERVED)
         self._ports.to_coordinator(Reserved(key))
 
     def _bind(self, key: HandoffKey, writer: Peer) -> None:
+        was = self._table.state(key)
         effect = self._table.bind(key, writer)
         if isinstance(effect, GrantEffect):
+            if was is ReceiveState.RESERVED:
+                self._ports.entered(ReceiveState.BOUND)
             answer = Granted(key, effect.writer.worker, effect.first_block, runs_of(effect.block_ids))
         else:
             answer = Granted(key, writer.worker, cause=effect.cause, detail=f"bind to {writer.name} refused")
@@ -211,12 +219,17 @@ class HandoffIn:
         quarantines = {effect.key: effect for effect in effects if isinstance(effect, Quarantine)}
         for effect in effects:
             match effect:
+                case CommitTaken():
+                    self._ports.entered(ReceiveState.COMMITTED)
                 case Activate(key, commit, _):
+                    self._ports.entered(ReceiveState.ACTIVE)
                     self._activate(key, commit.token)
                 case GaveUp(key):
                     self._give_up(key, quarantines.get(key))
-                case FreeQuarantined(_, block_ids):
+                case FreeQuarantined(key, block_ids):
                     self._engine.ledger.free_quarantined(block_ids)
+                    if self._table.state(key) is None:
+                        self._ports.entered(ReceiveState.CLOSED)
                 case AskClose(key, writer):
                     self._ports.ask_close(key, writer)
                 case PollToQuiescence(worker):
@@ -235,6 +248,7 @@ class HandoffIn:
     def _give_up(self, key: HandoffKey, quarantine: Quarantine | None) -> None:
         allocation = self._reserved.pop(key).allocation
         self._engine.scheduler.unreserve(allocation)
+        self._ports.entered(ReceiveState.CLOSED if quarantine is None else ReceiveState.QUARANTINED)
         if quarantine is None:
             self._engine.ledger.release(allocation)
         else:

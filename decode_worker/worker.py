@@ -18,6 +18,7 @@ def build_role(context: WorkerContext) -> RoleParts:
         to_coordinator=context.to_coordinator,
         to_transfer=context.to_transfer,
         ask_close=writers.ask_close,
+        entered=context.entered,
     )
 
     def on_message(message: CoordinatorMessage) -> bool:

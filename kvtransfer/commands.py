@@ -33,8 +33,9 @@ class OpenHandoff:
 
 @dataclass(frozen=True)
 class Push:
-    """Post one push of an open handoff. `source_blocks[i]` holds block `range.first_block + i` of the request, written
-    and visible to the transport before this command. Answer: none, or PushFailed."""
+    """Post one push of an open handoff, as soon as the budget of bytes in flight has room for it. `source_blocks[i]`
+    holds block `range.first_block + i` of the request, written and visible to the transport before this command.
+    Answer: none, or PushFailed."""
 
     key: HandoffKey
     range: PushRange
@@ -117,12 +118,22 @@ class HandoffRefused:
 class PushFailed:
     """This push will not be counted on any more, and no later one is posted. TRANSFER_FAILED: its handle ended in an
     error or nothing was posted. TRANSFER_TIMEOUT: its handle is still in flight past the deadline. TOMBSTONED: the
-    handoff was closed first. INTERNAL: a bug. The source blocks are off limits until the CloseReport."""
+    handoff was closed first, or while the push waited for the budget. INTERNAL: a bug. The source blocks are off limits
+    until the CloseReport."""
 
     key: HandoffKey
     range: PushRange
     cause: Cause
     detail: str
+
+
+@dataclass(frozen=True)
+class CrowdChanged:
+    """To whom a further push would have to wait now: to each agent in `crowded`, or to everybody if `is_full`. Comes
+    with every change; before the first one nothing would wait."""
+
+    crowded: frozenset[str]
+    is_full: bool
 
 
 @dataclass(frozen=True)
@@ -190,6 +201,7 @@ Event = (
     | PeerConnectFailed
     | HandoffRefused
     | PushFailed
+    | CrowdChanged
     | HandoffDrained
     | CloseReport
     | PeerRemoved

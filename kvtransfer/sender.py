@@ -1,15 +1,17 @@
 """The sending half of the transfer thread: posts pushes, watches their handles and tells how handoffs ended. What may
-be posted is decided in `SendTable`; which blocks to push and when, in the prefill worker."""
+be posted is decided in `SendTable`, when in `PushBudget`; which blocks to push, in the prefill worker."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvtransfer.agent import Handle, HandleState, HandleStatus, TransferAgent
+from kvtransfer.budget import BudgetLimits, PushBudget, WaitingPush
 from kvtransfer.commands import (
     Close,
     CloseReport,
     CommitHandoff,
     ConnectPeer,
+    CrowdChanged,
     Event,
     HandoffDrained,
     HandoffRefused,
@@ -27,6 +29,7 @@ from loopline.clock import Clock
 from loopline.errors import TransferError
 from loopline.identity import Cause, HandoffKey, RegionManifest, WorkerId
 from loopline.messages import PushNotice, PushRange
+from loopline.settings import TransferSettings
 
 MAX_WAITERS = 8
 """Of one handoff's close. Waiters give up after a while and ask again, so the oldest ones may be dropped."""
@@ -34,7 +37,8 @@ MAX_WAITERS = 8
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A handoff that is written: where to, and what it has cost so far."""
+    """A handoff that is written: where to, and what it has cost so far. `is_whole`: its last push waits or was posted,
+    and the table hears of the commit once none waits."""
 
     link: Link
     first_block: int
@@ -42,6 +46,7 @@ class _Outgoing:
     pushes: int = 0
     descriptors: int = 0
     num_bytes: int = 0
+    is_whole: bool = False
 
     def targets_of(self, part: PushRange) -> tuple[int, ...]:
         start = part.first_block - self.first_block
@@ -63,28 +68,12 @@ class _Flight:
     is_late: bool = False
 
 
-@dataclass(slots=True)
-class InFlight:
-    """Bytes posted and not terminal, late pushes left out. Written by the transfer thread, read by any."""
-
-    total: int = 0
-    by_agent: dict[str, int] = field(default_factory=dict)
-
-    def add(self, agent_name: str, num_bytes: int) -> None:
-        """Add bytes, or take them off when negative."""
-        self.total += num_bytes
-        left = self.by_agent.get(agent_name, 0) + num_bytes
-        if left:
-            self.by_agent[agent_name] = left
-        else:
-            self.by_agent.pop(agent_name, None)
-
-
 class Sender:
     """Writes this worker's blocks into other workers' arenas.
 
     Invariants: every handoff that was opened ends in exactly one HandoffDrained or first CloseReport, and by then no
     handle of it is in flight; a push is reported at most once as failed; what goes wrong with one handoff stays in it.
+    Between two looks at the handles at most one push is posted, because a post may copy all its bytes.
     """
 
     def __init__(
@@ -95,7 +84,9 @@ class Sender:
         push_timeout_s: float,
         clock: Clock,
         emit: Callable[[Event], None],
+        limits: BudgetLimits | None = None,
     ) -> None:
+        """`limits`: of the bytes in flight; by default those of the default settings."""
         self._agent = agent
         self._region = region
         self._encode_notice = encode_notice
@@ -107,12 +98,14 @@ class Sender:
         self._outgoing: dict[HandoffKey, _Outgoing] = {}
         self._flights: list[_Flight] = []
         self._waiters: dict[HandoffKey, list[object]] = {}
-        self.in_flight = InFlight()
+        self._crowd = CrowdChanged(frozenset(), False)  # as last told
+        self.budget = PushBudget(limits or BudgetLimits.of(TransferSettings()))
 
     @property
     def is_busy(self) -> bool:
-        """Is anything in flight that should end soon?"""
-        return self._links.is_busy or any(not flight.is_late for flight in self._flights)
+        """Is anything in flight, or waiting to be, that should end soon?"""
+        is_sending = any(not flight.is_late for flight in self._flights) or self.budget.counts().num_waiting > 0
+        return self._links.is_busy or is_sending
 
     def counts(self) -> tuple[tuple[str, int], ...]:
         """(state, number of handoffs)."""
@@ -134,32 +127,29 @@ class Sender:
         if link is None:
             self._emit(HandoffRefused(command.key, Cause.PEER_LOST, f"no link to {command.target.agent_name}"))
             return
+        self._drop_waiting(HandoffKey(command.key.request_id, command.key.generation - 1))
         effects = self._table.open(command.key, command.target)
         if not any(isinstance(effect, Refused) for effect in effects):
             self._outgoing[command.key] = _Outgoing(link, command.first_block, command.target_blocks)
         self._carry_out(effects)
 
     def push(self, command: Push) -> None:
-        """Post one push. Any failure to do so closes the handoff."""
+        """Let a push wait for its turn, and post the one whose turn it is."""
         key, part = command.key, command.range
-        if not self._table.may_post(key, part.seq):
+        outgoing = self._outgoing.get(key)
+        if outgoing is None or outgoing.is_whole or not self._table.may_post(key, part.seq):
             self._emit(PushFailed(key, part, Cause.TOMBSTONED, "the handoff is not open, or this push was posted"))
             return
-        try:
-            flight = self._post(command, self._outgoing[key])
-        except Exception as error:  # nothing was posted; what kind of failure it was does not change what follows
-            expected = isinstance(error, TransferError | ValueError)
-            self._emit(PushFailed(key, part, Cause.TRANSFER_FAILED if expected else Cause.INTERNAL, str(error)))
-            self._carry_out(self._table.close(key))
-            if not expected:
-                raise
-            return
-        self._flights.append(flight)
-        self.in_flight.add(flight.link.agent_name, flight.num_bytes)
+        num_bytes = max(0, part.num_blocks) * self._region.block_bytes
+        self.budget.add(WaitingPush(command, outgoing.link.agent_name, num_bytes, self._clock.now_s()))
+        self._post_next()
 
     def commit(self, command: CommitHandoff) -> None:
-        """No more pushes follow."""
-        self._carry_out(self._table.commit(command.key))
+        """No more pushes follow; those that wait are still posted."""
+        if self.budget.waits(command.key):
+            self._outgoing[command.key].is_whole = True
+        else:
+            self._carry_out(self._table.commit(command.key))
 
     def close(self, command: Close) -> None:
         """Post nothing more; the report comes now or from `poll`."""
@@ -167,20 +157,22 @@ class Sender:
         if command.waiter is not None and command.waiter not in waiters:
             waiters.append(command.waiter)
             del waiters[:-MAX_WAITERS]
-        self._carry_out(self._table.close(command.key))
+        self._close(command.key)
 
     def remove_peer(self, worker: WorkerId) -> None:
         """End everything that goes to a worker which is proven gone."""
+        for key in self._table.keys_to(worker):
+            self._drop_waiting(key)
         self._links.remove(worker)
         self.poll()
         for key in self._table.keys_to(worker):
-            self._carry_out(self._table.close(key))
+            self._close(key)
         self._emit(PeerRemoved(worker))
 
     # ---- progress --------------------------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Look at every handle once. True when one became terminal."""
+        """Look at every handle once, then post the push whose turn it is. True when anything of that happened."""
         self._links.poll()
         any_ended = False
         now_s = self._clock.now_s()
@@ -192,7 +184,51 @@ class Sender:
                 self._flight_ended(flight, status)
             elif not flight.is_late and now_s >= flight.deadline_s:
                 self._flight_is_late(flight)
-        return any_ended
+        any_posted = self._post_next()
+        self._tell_crowd()
+        return any_ended or any_posted
+
+    def _post_next(self) -> bool:
+        """Post one push, if one may go now. Any failure to do so closes its handoff."""
+        push = self.budget.take(self._clock.now_s())
+        if push is None:
+            return False
+        key, part = push.command.key, push.command.range
+        if not self._table.may_post(key, part.seq):
+            self.budget.ended(push.peer, push.num_bytes)
+            self._emit(PushFailed(key, part, Cause.TOMBSTONED, "this push was posted"))
+            return True
+        outgoing = self._outgoing[key]
+        try:
+            flight = self._post(push.command, outgoing)
+        except Exception as error:  # nothing was posted; what kind of failure it was does not change what follows
+            self.budget.ended(push.peer, push.num_bytes)
+            expected = isinstance(error, TransferError | ValueError)
+            self._emit(PushFailed(key, part, Cause.TRANSFER_FAILED if expected else Cause.INTERNAL, str(error)))
+            self._close(key)
+            if not expected:
+                raise
+            return True
+        self._flights.append(flight)
+        if outgoing.is_whole and not self.budget.waits(key):
+            self._carry_out(self._table.commit(key))
+        return True
+
+    def _tell_crowd(self) -> None:
+        crowd = CrowdChanged(self.budget.crowded(), self.budget.is_full)
+        if crowd != self._crowd:
+            self._crowd = crowd
+            self._emit(crowd)
+
+    def _close(self, key: HandoffKey) -> None:
+        """Post nothing more for this or an older generation."""
+        self._drop_waiting(key)
+        self._carry_out(self._table.close(key))
+
+    def _drop_waiting(self, key: HandoffKey) -> None:
+        for push in self.budget.drop(key, self._clock.now_s()):
+            detail = "the handoff was closed while this push waited"
+            self._emit(PushFailed(push.command.key, push.command.range, Cause.TOMBSTONED, detail))
 
     def _post(self, command: Push, outgoing: _Outgoing) -> _Flight:
         """Raises before anything was posted, or not at all."""
@@ -211,21 +247,22 @@ class Sender:
     def _flight_ended(self, flight: _Flight, status: HandleStatus) -> None:
         self._agent.release(flight.handle)
         if not flight.is_late:
-            self.in_flight.add(flight.link.agent_name, -flight.num_bytes)
+            self.budget.ended(flight.link.agent_name, flight.num_bytes)
         if status.state is HandleState.DONE:
             self._carry_out(self._table.push_done(flight.key, flight.part.seq))
             return
         if not flight.is_late:
             self._emit(PushFailed(flight.key, flight.part, Cause.TRANSFER_FAILED, status.reason))
         self._links.broke(flight.link, status.reason)
+        self._drop_waiting(flight.key)
         self._carry_out(self._table.push_failed(flight.key, flight.part.seq))
 
     def _flight_is_late(self, flight: _Flight) -> None:
         flight.is_late = True
-        self.in_flight.add(flight.link.agent_name, -flight.num_bytes)
+        self.budget.ended(flight.link.agent_name, flight.num_bytes)
         detail = f"not terminal after {self._push_timeout_s:g} s"
         self._emit(PushFailed(flight.key, flight.part, Cause.TRANSFER_TIMEOUT, detail))
-        self._carry_out(self._table.close(flight.key))
+        self._close(flight.key)
 
     def _carry_out(self, effects: tuple[SendEffect, ...]) -> None:
         for effect in effects:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.agent import TransferAgent
+from kvtransfer.budget import BudgetCounts, BudgetLimits
 from kvtransfer.commands import (
     Close,
     Command,
@@ -52,18 +53,21 @@ class NoticeCodec:
 
 @dataclass(frozen=True)
 class TransferEndpoint:
-    """What other workers need to write here, once the thread runs."""
+    """What other workers need to write here, once the thread runs, and how many bytes a push from here should carry at
+    most."""
 
     agent_name: str
     metadata: bytes
     region: RegionManifest
+    max_push_bytes: int
 
 
 class TransferThread:
     """Owns one agent.
 
     Invariants: only its thread touches the agent; an exception ends at most the handoff that it belongs to, never the
-    thread; every command is carried out in the order of its `submit`.
+    thread; every command is carried out in the order of its `submit`; the agent is polled between two posts, because a
+    post may copy all its bytes.
     """
 
     def __init__(
@@ -80,10 +84,11 @@ class TransferThread:
         self._make_agent = make_agent
         self._span = span
         self._settings = settings
+        self._limits = BudgetLimits.of(settings)
         self._codec = codec
         self._clock = clock
         self._on_event = on_event
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.Queue[Command] = queue.Queue()
         self._started = threading.Event()
         self._start_error: Exception | None = None
         self._endpoint: TransferEndpoint | None = None
@@ -115,12 +120,17 @@ class TransferThread:
         return not self._thread.is_alive()
 
     def in_flight_bytes(self, worker: WorkerId | None = None) -> int:
-        """Bytes posted and not terminal, to one worker or to all; pushes past their deadline are left out. For the
-        budget of bytes in flight (DESIGN section 5), which nothing holds yet."""
+        """Bytes posted and not terminal, to one worker or to all; pushes past their deadline are left out."""
         if self._sender is None:
             return 0
-        in_flight = self._sender.in_flight
-        return in_flight.total if worker is None else in_flight.by_agent.get(worker.agent_name, 0)
+        budget = self._sender.budget
+        return budget.total if worker is None else budget.by_peer.get(worker.agent_name, 0)
+
+    def budget_counts(self) -> BudgetCounts:
+        """The budget of bytes in flight, for metrics; any thread."""
+        if self._sender is None:
+            return BudgetCounts(0, self._limits.total_bytes, 0, 0.0)
+        return self._sender.budget.counts()
 
     def ignored(self) -> tuple[tuple[str, int], ...]:
         """(cause, number of commands and notices ignored or refused): a snapshot, for any thread."""
@@ -144,10 +154,11 @@ class TransferThread:
                 self._settings.push_timeout_s,
                 self._clock,
                 self._emit,
+                self._limits,
             )
             receiver = Receiver(agent, self._codec.decode, self._clock, self._emit)
             self._sender, self._receiver = sender, receiver
-            self._endpoint = TransferEndpoint(agent.name, agent.metadata(), region)
+            self._endpoint = TransferEndpoint(agent.name, agent.metadata(), region, self._limits.push_bytes)
         except Exception as error:
             self._start_error = error
             self._started.set()
@@ -158,7 +169,7 @@ class TransferThread:
         self._guarded(agent.close)
 
     def _loop(self, sender: Sender, receiver: Receiver) -> None:
-        """Until Stop: sleep until the interval is over or a command comes, carry out all commands, poll once."""
+        """Until Stop: sleep until the interval is over or a command comes, take commands up to a push, poll once."""
         hot_until_s = self._clock.now_s()
         while True:
             is_hot = self._clock.now_s() < hot_until_s
@@ -169,6 +180,8 @@ class TransferThread:
                         return
                     self._guarded(self._carry_out, sender, receiver, command)
                     hot_until_s = self._clock.now_s() + HOT_S
+                    if isinstance(command, Push):
+                        break
                     command = self._commands.get_nowait()
             except queue.Empty:
                 pass

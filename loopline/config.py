@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from loopline.errors import ConfigError
+from loopline.faults import FaultList, check_workers, faults_of
 from loopline.intake import MAX_DEADLINE_S
 from loopline.settings import EngineSettings, SchedulerSettings, TransferSettings, WorkerSettings
 
@@ -32,8 +33,6 @@ UcxName = Annotated[str, Field(pattern=r"^UCX_[A-Z0-9_]+$")]
 _PATTERNS = {r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:N", r"^UCX_[A-Z0-9_]+$": "a name UCX_..."}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most"}
 _CROSS = "cross_check"
-
-
 _PREFIX_CACHE = {"auto": "auto", True: "on", False: "off"}  # YAML 1.1 reads on and off as booleans
 
 
@@ -110,7 +109,7 @@ class WorkerGroup(Section):
     num_threads: Count = 1
     """Threads of a CPU worker; more than 1 only where deterministic is false."""
     cuda_graphs: bool = True
-    """On CUDA: replay decode steps as graphs; false: launch them one by one."""
+    """On CUDA: replay decode and prompt steps as graphs; false: launch their kernels one by one."""
     steps_ahead: Literal[0, 1] | None = None
     """Steps that are planned and queued before the oldest one is waited for; null: 1 on CUDA, 0 on a CPU."""
 
@@ -143,6 +142,12 @@ class TransferConfig(Section):
     """Pause of the transfer thread between polls that found nothing."""
     push_timeout_s: Seconds = 30.0
     """A push that is not done by then has failed."""
+    in_flight_limit_bytes: Count = 2 * 2**30
+    """Most bytes on their way from one prefill worker; past it no new chunk is begun."""
+    peer_share: Fraction = 0.5
+    """Part of those bytes that may be on their way to one decode worker."""
+    max_push_bytes: Count = 256 * 2**20
+    """Most bytes of one push, if a block is not larger."""
 
 
 class MembershipConfig(Section):
@@ -206,6 +211,8 @@ class ClusterConfig(Section):
     """Which workers run a request."""
     limits: LimitsConfig = LimitsConfig()
     """Bounds on messages."""
+    faults: FaultList = []
+    """What workers do wrong on purpose, for tests."""
 
     @model_validator(mode="after")
     def _cross_checks(self) -> "ClusterConfig":
@@ -213,6 +220,7 @@ class ClusterConfig(Section):
             for key, value, allowed in _group_faults(getattr(self, role), self.kv.block_size):
                 context = {"key": f"{role}.{key}", "value": value, "allowed": allowed}
                 raise PydanticCustomError(_CROSS, "{key} is {value}; allowed: {allowed}", context)
+        check_workers(self.faults, {"prefill": self.prefill.replicas, "decode": self.decode.replicas})
         return self
 
     def engine_settings(self, role: str) -> EngineSettings:
@@ -261,8 +269,12 @@ class ClusterConfig(Section):
                 ucx=tuple(sorted(transfer.ucx.items())),
                 poll_interval_s=transfer.poll_interval_s,
                 push_timeout_s=transfer.push_timeout_s,
+                in_flight_limit_bytes=transfer.in_flight_limit_bytes,
+                peer_share=transfer.peer_share,
+                max_push_bytes=transfer.max_push_bytes,
             ),
             drain_limit_s=self.membership.drain_limit_s,
+            faults=faults_of(self.faults, name),
         )
 
     def _group(self, role: str) -> WorkerGroup:

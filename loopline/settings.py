@@ -54,7 +54,7 @@ class EngineSettings:
     """How prompts are computed on CUDA. packed: all tokens of a step in one pass; per_row: each token as a decode row;
     auto: packed, if it agrees with per_row on fixed prompts at start."""
     cuda_graphs: bool = True
-    """Replay decode steps as CUDA graphs. Off: the same steps launched one by one."""
+    """Replay decode and prompt steps as CUDA graphs. Off: the same steps, kernel by kernel."""
     prefix_cache: str = "auto"
     """on, off, or auto: on where the model's KV depends on tokens alone (Ouro)."""
     deterministic: bool = True
@@ -77,6 +77,32 @@ class TransferSettings:
     poll_interval_s: float = 0.0003
     push_timeout_s: float = 30.0
     """A push that is not terminal by then has failed; its blocks stay quarantined."""
+    in_flight_limit_bytes: int = 2 * 2**30
+    """Most bytes that one prefill worker has posted and not seen end. One push may always go, however large."""
+    peer_share: float = 0.5
+    """Part of them that may be on their way to one decode worker."""
+    max_push_bytes: int = 256 * 2**20
+    """Most bytes of one push, if a block is not larger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultSettings:
+    """Something that a worker does wrong on purpose, for tests. `loopline.faults` says which kinds there are."""
+
+    do: str
+    at: int = 1
+    """Which event of its kind, counted from 1; or where `state` is set, which handoff that enters it."""
+    state: str = ""
+    times: int = 1
+    """How many events in a row."""
+    seconds: float = 0.0
+    """How long a delay lasts."""
+    message: str = ""
+    """The type of message that is meant."""
+
+    def is_due(self, number: int) -> bool:
+        """Whether event `number` is met by it."""
+        return self.at <= number < self.at + self.times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,3 +124,5 @@ class WorkerSettings:
     """How long to try to reach the coordinator, or to be let in by it, before giving up."""
     drain_limit_s: float = 10.0
     """How long a leaving worker may finish what runs, where the order to leave names no limit."""
+    faults: tuple[FaultSettings, ...] = ()
+    """What it does wrong on purpose."""

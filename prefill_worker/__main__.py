@@ -1,6 +1,7 @@
 """`python -m prefill_worker`: one prefill worker process."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from loopline.process import leave
 from loopline.worker.main import worker_main
@@ -10,7 +11,8 @@ from prefill_worker.worker import build_role
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run until told to leave; the exit status."""
-    return worker_main("prefill", PrefillPolicy(), build_role, arguments)
+    policy = PrefillPolicy()
+    return worker_main("prefill", policy, partial(build_role, gate=policy.gate), arguments)
 
 
 if __name__ == "__main__":

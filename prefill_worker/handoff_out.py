@@ -9,6 +9,7 @@ Where a push ended in an error they are quarantined until the target is proven g
 """
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from kvtransfer.commands import (
     CloseReport,
     Command,
     CommitHandoff,
+    CrowdChanged,
     HandoffDrained,
     HandoffRefused,
     OpenHandoff,
@@ -56,6 +58,8 @@ from loopline.request import Request
 from loopline.sched.plan import ChunkDone, StepOutcome
 from loopline.worker.deadlines import Deadlines
 from loopline.worker.events import BeginDrain, CloseAsked, CommitAnswered, CommitUndelivered, CoordinatorLost
+from loopline.worker.faults import no_fault
+from prefill_worker.gate import PushGate, parts_of
 
 logger = logging.getLogger(__name__)
 _SETTLING = (None, Cause.DUPLICATE, Cause.TOMBSTONED, Cause.STALE)
@@ -70,6 +74,7 @@ class PrefillPorts:
     to_transfer: Callable[[Command], None]
     deliver_commit: Callable[[Peer, Commit], None]
     identity: Callable[[], WorkerId]
+    entered: Callable[[str], None] = no_fault  # hears of every state that a handoff enters
 
 
 @dataclass(slots=True)
@@ -109,10 +114,21 @@ class _Failed:
 class HandoffOut:
     """Invariant: a request id is in `_outgoing` at most once; blocks of a handoff are held until its last event."""
 
-    def __init__(self, engine: Engine, ports: PrefillPorts, clock: Clock) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        ports: PrefillPorts,
+        clock: Clock,
+        gate: PushGate | None = None,
+        max_push_bytes: int | None = None,
+    ) -> None:
+        """`gate`: the engine's policy asks it; None: nothing is held back. `max_push_bytes`: of one push, if a block is
+        not larger; None: no bound."""
         self._engine = engine
         self._ports = ports
         self._clock = clock
+        self._gate = gate or PushGate()
+        self._max_push_blocks = max(1, (max_push_bytes or sys.maxsize) // engine.layout.block_bytes)
         self._deadlines = Deadlines(clock, self._is_outgoing)
         self._outgoing: dict[str, _Outgoing] = {}
         self._closing: dict[HandoffKey, _Closing] = {}
@@ -134,6 +150,8 @@ class HandoffOut:
                 self._close_asked(event)
             case PeerConnected() | PeerConnectFailed() | PeerGone() | PeerRemoved():
                 self._peer_event(event)
+            case CrowdChanged():
+                self._gate.changed(event)
             case HandoffDrained(key):
                 self._drained(key)
             case CloseReport():
@@ -165,6 +183,7 @@ class HandoffOut:
                 self._first_token(out, row)
         for lost in outcome.lost:
             out = self._outgoing.pop(lost.request_id)
+            self._gate.leave(lost.request_id)
             self._close(out, lost.allocation)
             self._ports.to_coordinator(RequestFailed(out.key, lost.cause, lost.detail))
 
@@ -215,7 +234,9 @@ class HandoffOut:
             next_block=start.first_block,
             transport=self._links[start.target.worker.uuid].transport,
         )
+        self._gate.enter(request_id, start.target.worker.agent_name)
         self._deadlines.add(key, start.deadline_s)
+        self._ports.entered(SendState.OPEN)
         self._ports.to_transfer(OpenHandoff(key, start.target.worker, start.first_block, blocks))
 
     def _start_refusal(self, start: StartPrefill) -> tuple[Cause, str] | None:
@@ -232,20 +253,21 @@ class HandoffOut:
         return None if cause is None else (cause, f"{start.request.num_known_tokens} prompt tokens")
 
     def _push(self, out: _Outgoing, chunk: ChunkDone) -> None:
-        """Push the blocks that this chunk completed; with the last chunk the partial last block too."""
+        """Push the blocks that this chunk completed, in as many pushes as their size asks for; with the last chunk the
+        partial last block too."""
         out.cached_tokens = chunk.num_cached
         block_size = self._engine.ledger.block_size
         whole = chunk.num_computed // block_size
         end = self._engine.ledger.blocks_for(chunk.num_computed) if chunk.is_last else whole
-        if end <= out.next_block:
-            return
-        source = tuple(self._engine.ledger.block_ids(chunk.allocation)[out.next_block : end])
-        target = out.target_blocks[out.next_block - out.first_block : end - out.first_block]
-        part = PushRange(len(out.pushes), out.next_block, end - out.next_block)
-        out.pushes.append(part)
-        out.next_block = end
-        out.descriptors += len(coalesce(source, target))
-        self._ports.to_transfer(Push(out.key, part, source))
+        block_ids = self._engine.ledger.block_ids(chunk.allocation) if end > out.next_block else []
+        for first, last in parts_of(out.next_block, end, self._max_push_blocks):
+            source = tuple(block_ids[first:last])
+            target = out.target_blocks[first - out.first_block : last - out.first_block]
+            part = PushRange(len(out.pushes), first, last - first)
+            out.pushes.append(part)
+            out.next_block = last
+            out.descriptors += len(coalesce(source, target))
+            self._ports.to_transfer(Push(out.key, part, source))
 
     def _first_token(self, out: _Outgoing, row: TokenRow) -> None:
         num_blocks = sum(part.num_blocks for part in out.pushes)
@@ -263,6 +285,7 @@ class HandoffOut:
             return
         out.is_committed = True
         self._unanswered.add(out.key)
+        self._ports.entered(SendState.COMMITTED)
         self._ports.to_transfer(CommitHandoff(out.key))
         commit = Commit(out.key, self._ports.identity(), out.request.attempt, row, tuple(out.pushes))
         self._ports.deliver_commit(out.target, commit)
@@ -271,6 +294,8 @@ class HandoffOut:
         if not self._is_outgoing(key):
             return  # given up meanwhile: its CloseReport follows
         del self._outgoing[key.request_id]
+        self._gate.leave(key.request_id)
+        self._ports.entered(SendState.DRAINED)
         allocation = self._engine.scheduler.remove(key.request_id)
         if allocation is not None:
             self._engine.ledger.release(allocation)
@@ -318,11 +343,13 @@ class HandoffOut:
 
     def _give_up(self, out: _Outgoing) -> None:
         del self._outgoing[out.key.request_id]
+        self._gate.leave(out.key.request_id)
         self._close(out, self._engine.scheduler.remove(out.key.request_id))
 
     def _close(self, out: _Outgoing, allocation: Allocation | None) -> None:
         if allocation is not None:
             self._closing[out.key] = _Closing(out.target.worker, allocation)
+        self._ports.entered(SendState.CLOSING)
         self._ports.to_transfer(Close(out.key))
 
     def _refused(self, key: HandoffKey, cause: Cause, detail: str) -> None:
@@ -337,6 +364,7 @@ class HandoffOut:
         closing = self._closing.pop(report.key, None)
         if closing is None:
             return
+        self._ports.entered(report.state)  # closed or failed, in the words of both
         if report.state is CloseState.CLOSED:
             self._engine.ledger.release(closing.allocation)
             return

@@ -2,18 +2,24 @@
 token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loopline.request import Request
 from loopline.sched.policy import Demand
+from prefill_worker.gate import PushGate
 
 
 @dataclass(frozen=True)
 class PrefillPolicy:
-    """The blocks are kept after the first token, until the handoff has drained or was closed."""
+    """The blocks are kept after the first token, until the handoff has drained or was closed. A request whose pushes
+    would wait is held back; `gate` is the one that the worker's `HandoffOut` writes."""
 
     holds_after_first_token: bool = True
     shares_prefixes: bool = True
+    gate: PushGate = field(default_factory=PushGate)
 
     def demand(self, request: Request, num_known_tokens: int) -> Demand:
         return Demand(tokens_now=num_known_tokens, tokens_max=num_known_tokens)
+
+    def may_compute(self, request_id: str) -> bool:
+        return self.gate.may_compute(request_id)

@@ -2,12 +2,13 @@
 
 from loopline.messages import Connect, CoordinatorMessage, Pair
 from loopline.worker.runtime import RoleParts, WorkerContext
+from prefill_worker.gate import PushGate
 from prefill_worker.handoff_out import HandoffOut, PrefillPorts
 from prefill_worker.service import DecodePeers, PrefillPeering
 
 
-def build_role(context: WorkerContext) -> RoleParts:
-    """The prefill role's core, service and pairing."""
+def build_role(context: WorkerContext, gate: PushGate) -> RoleParts:
+    """The prefill role's core, service and pairing. `gate` is the one of the policy that the engine was made with."""
 
     def make_connect() -> Connect:
         return Connect(context.me(), context.fingerprint, context.endpoint.metadata)
@@ -18,6 +19,7 @@ def build_role(context: WorkerContext) -> RoleParts:
         to_transfer=context.to_transfer,
         deliver_commit=peers.deliver_commit,
         identity=lambda: context.me().worker,
+        entered=context.entered,
     )
 
     def on_message(message: CoordinatorMessage) -> bool:
@@ -27,4 +29,5 @@ def build_role(context: WorkerContext) -> RoleParts:
         return False
 
     servicer = PrefillPeering(ports.identity, context.to_engine)
-    return RoleParts(HandoffOut(context.engine, ports, context.clock), servicer, on_message)
+    core = HandoffOut(context.engine, ports, context.clock, gate, context.endpoint.max_push_bytes)
+    return RoleParts(core, servicer, on_message)

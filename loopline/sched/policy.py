@@ -1,7 +1,7 @@
 """Where the roles differ: the one object that a worker hands to the shared scheduler."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from loopline.request import Request
 
@@ -29,6 +29,17 @@ class RolePolicy(Protocol):
 
     def demand(self, request: Request, num_known_tokens: int) -> Demand:
         """KV that must be had before a request with that many known tokens starts."""
+        ...
+
+
+@runtime_checkable
+class HoldsBack(Protocol):
+    """A policy that has this too is asked before each chunk; of one that has not, every request may be computed."""
+
+    def may_compute(self, request_id: str) -> bool:
+        """Whether the next chunk of that request's known tokens may be computed now. A request that may not keeps its
+        blocks and its place; others go on. Whoever says no sees to it that the engine is stepped when that changes.
+        """
         ...
 
 

@@ -11,6 +11,7 @@ from loopline.kv.ledger import Ledger
 from loopline.sched.budget import StepBudget, StepMeter, chunk_end, share_within
 from loopline.sched.entry import Entry
 from loopline.sched.plan import RowRun, Sampling
+from loopline.sched.policy import HoldsBack, RolePolicy
 from loopline.settings import SchedulerSettings
 
 
@@ -18,10 +19,11 @@ class PrefillGroup:
     """Invariant: num_computed <= num_planned <= known tokens, of every entry. One that is planned to its end waits for
     the commit of its last chunk: the token which that gives is known on the host before it is computed."""
 
-    def __init__(self, ledger: Ledger, settings: SchedulerSettings, meter: StepMeter) -> None:
+    def __init__(self, ledger: Ledger, settings: SchedulerSettings, meter: StepMeter, policy: RolePolicy) -> None:
         self._ledger = ledger
         self._settings = settings
         self._meter = meter
+        self._holds_back = policy if isinstance(policy, HoldsBack) else None
         self._entries: dict[str, Entry] = {}  # in order of admission
 
     def add(self, entry: Entry) -> None:
@@ -35,6 +37,8 @@ class PrefillGroup:
     def next_runs(self, decode_loops: int) -> list[RowRun]:
         """Chunks for the next step, which spends `decode_loops` token-loops on decode rows."""
         entries = [entry for entry in self._entries.values() if entry.num_planned < len(entry.token_ids)]
+        if self._holds_back is not None:
+            entries = [entry for entry in entries if self._holds_back.may_compute(entry.request.request_id)]
         if not entries:
             return []
         share = self._share(entries) if decode_loops else None

@@ -64,7 +64,7 @@ class Scheduler:
         self._admission = Admission(ledger, settings, policy, parts)
         self._running: dict[str, Entry] = {}  # in order of admission
         self.meter = StepMeter()
-        self._prefilling = PrefillGroup(ledger, settings, self.meter)
+        self._prefilling = PrefillGroup(ledger, settings, self.meter, policy)
         self._decoding: dict[int, DecodeGroup] = {}  # by depth
         self._num_held = 0
         self._reserved: dict[Allocation, Request] = {}

@@ -81,7 +81,7 @@ class LoadBoard:
         return is_draining and not (load.running or load.waiting or load.blocks.held or handoffs)
 
 
-Inbox = queue.SimpleQueue[object]
+Inbox = queue.Queue[object]
 """Events for the engine thread: put by any thread, taken by this one."""
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loopline.config import load_config
 from loopline.errors import OperatorError
@@ -44,9 +44,12 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to be reached at")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free one")
     parser.add_argument("--life-fd", type=int, default=None, help="pipe whose end means that the parent is gone")
+    parser.add_argument("--without-faults", action="store_true", help="commit none of the faults that the YAML names")
     parsed = parser.parse_args(arguments)
     name = parsed.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
     configure_logging(name)
     config = load_config(parsed.config)
     settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=parsed.host)
+    if parsed.without_faults:
+        settings = replace(settings, faults=())
     return WorkerArguments(settings, parsed.life_fd)

@@ -35,6 +35,7 @@ from loopline.wire.convert import decode_push_notice, encode_push_notice
 from loopline.worker.attachment import Attachment
 from loopline.worker.engine_thread import EngineListener, EngineThread, Inbox, LoadBoard, WorkerCore
 from loopline.worker.events import BeginDrain, CoordinatorLost
+from loopline.worker.faults import WorkerFaults, no_fault
 from loopline.worker.orders import Orders
 from loopline.worker.peer_calls import PeerCalls
 
@@ -51,7 +52,8 @@ class EngineFailed(LooplineError):
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a role builds its parts from. The callables may be called from any thread and return at once."""
+    """What a role builds its parts from. The callables may be called from any thread and return at once.
+    `entered` hears of every state that a handoff enters, at that moment."""
 
     engine: Engine
     clock: Clock
@@ -62,6 +64,7 @@ class WorkerContext:
     to_transfer: Callable[[Command], None]
     to_engine: Callable[[object], None]
     calls: PeerCalls
+    entered: Callable[[str], None] = no_fault
 
 
 @dataclass(frozen=True)
@@ -104,12 +107,13 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
     server = grpc.aio.server(options=server_options())
     port = bind(server, settings.host, settings.port)  # before the model loads: a clash shows at once
     identity = Identity(settings.name, join_address(settings.host, port))
-    loading = asyncio.create_task(asyncio.to_thread(_load, settings, policy, identity.agent_name))
+    faults = WorkerFaults(settings.name, settings.faults, MonotonicClock()) if settings.faults else None
+    loading = asyncio.create_task(asyncio.to_thread(_load, settings, policy, identity.agent_name, faults))
     if not await _first_of(loading, orders.wait_stop(), orders.wait_drain()):
         logger.info("told to leave while loading")
         leave(0)  # the loading thread cannot be stopped in another way
     loaded = loading.result()
-    worker = _Worker(settings, identity, loaded, server, build_role, orders)
+    worker = _Worker(settings, identity, loaded, server, build_role, orders, faults)
     try:
         await worker.run()
     finally:
@@ -162,11 +166,11 @@ class _Loaded:
     endpoint: TransferEndpoint
 
 
-def _load(settings: WorkerSettings, policy: RolePolicy, agent_name: str) -> _Loaded:
+def _load(settings: WorkerSettings, policy: RolePolicy, agent_name: str, faults: WorkerFaults | None = None) -> _Loaded:
     """Everything that takes long. Raises OperatorError kinds and TransferError."""
     engine = Engine(settings.engine, policy)
     fingerprint = engine.fingerprint()
-    inbox: Inbox = queue.SimpleQueue()
+    inbox: Inbox = queue.Queue()
     arena = engine.arena
     is_cuda = settings.engine.device.startswith("cuda")
     span = ArenaSpan(
@@ -179,7 +183,8 @@ def _load(settings: WorkerSettings, policy: RolePolicy, agent_name: str) -> _Loa
     )
 
     def make_agent() -> TransferAgent:
-        return NixlAgent(agent_name, settings.transfer)
+        agent = NixlAgent(agent_name, settings.transfer)
+        return agent if faults is None else faults.agent(agent)
 
     transfer = TransferThread(
         make_agent,
@@ -203,6 +208,7 @@ class _Worker:
         server: grpc.aio.Server,
         build_role: BuildRole,
         orders: Orders,
+        faults: WorkerFaults | None,
     ) -> None:
         self._settings = settings
         self._inbox = loaded.inbox
@@ -228,14 +234,17 @@ class _Worker:
             endpoint=loaded.endpoint,
             fingerprint=loaded.fingerprint,
             me=identity.me,
-            to_coordinator=self._attachment.send,
+            to_coordinator=self._attachment.send if faults is None else faults.messages(self._attachment.send),
             to_transfer=loaded.transfer.submit,
             to_engine=loaded.inbox.put,
             calls=self._calls,
+            entered=no_fault if faults is None else faults.entered,
         )
         self._parts = build_role(context)
         listener = EngineListener(self._on_settled, self._on_engine_failed, loaded.transfer.ignored)
-        self._engine_thread = EngineThread(engine, self._parts.core, loaded.inbox, self._board, listener)
+        core = self._parts.core if faults is None else faults.core(self._parts.core)
+        self._engine_thread = EngineThread(engine, core, loaded.inbox, self._board, listener)
+        self._take = self._on_message if faults is None else faults.messages(self._on_message)
 
     async def run(self) -> None:
         """Serve until an order to leave was carried out. Raises what ended the worker otherwise."""
@@ -254,7 +263,7 @@ class _Worker:
 
     async def _until_ended(self) -> None:
         """Stay attached until told to stop, until drained, or until something of ours fails."""
-        run = self._attachment.run(self._settings.connect_timeout_s, self._on_message, self._on_lost)
+        run = self._attachment.run(self._settings.connect_timeout_s, self._take, self._on_lost)
         tasks: tuple[asyncio.Future[None], ...] = (
             asyncio.ensure_future(run),
             asyncio.ensure_future(self._orders.wait_stop()),

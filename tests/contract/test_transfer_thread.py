@@ -1,5 +1,7 @@
-"""The transfer thread with real copies: two threads in one process, over the local transport and over NIXL."""
+"""The transfer thread with real copies: two threads in one process, over the local transport and over NIXL; and one
+NIXL target in a process of its own that is stopped."""
 
+import signal
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from kvtransfer.commands import (
     CloseReport,
     CommitHandoff,
     ConnectPeer,
+    CrowdChanged,
     Event,
     HandoffDrained,
     HandoffRefused,
@@ -34,10 +37,11 @@ from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.region import ArenaSpan
 from kvtransfer.transfer_thread import NoticeCodec, TransferThread
 from loopline.clock import MonotonicClock
-from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.identity import Cause, HandoffKey, Peer, RegionManifest, WorkerId
 from loopline.messages import CloseState, PushNotice, PushRange
 from loopline.settings import TransferSettings
 from loopline.wire.convert import decode_push_notice, encode_push_notice
+from tests.contract.test_transport_processes import SIZE, OtherProcess
 
 BLOCK_BYTES, NUM_BLOCKS = 512, 64
 DEADLINE_S = 20.0
@@ -84,6 +88,11 @@ class Side:
             assert found, f"no {count} {kind.__name__} among {self.events}"
             return self.of(kind)
 
+    def wait_last(self, event: Event) -> None:
+        """Wait until the last event of its kind is this one."""
+        with self._news:
+            assert self._news.wait_for(lambda: self.of(type(event))[-1:] == [event], DEADLINE_S), self.of(type(event))
+
     def of(self, kind: type[EventT]) -> list[EventT]:
         return [event for event in self.events if isinstance(event, kind)]
 
@@ -98,13 +107,14 @@ class Sides:
         self._make = make
         self._sides: list[Side] = []
 
-    def start(self, push_timeout_s: float = 30.0) -> Side:
-        settings = TransferSettings(push_timeout_s=push_timeout_s)
+    def start(self, push_timeout_s: float = 30.0, limit_blocks: int = 1024) -> Side:
+        limit = limit_blocks * BLOCK_BYTES
+        settings = TransferSettings(push_timeout_s=push_timeout_s, in_flight_limit_bytes=limit)
         self._sides.append(Side(self._make, len(self._sides), settings))
         return self._sides[-1]
 
-    def connected(self, push_timeout_s: float = 30.0) -> tuple[Side, Side]:
-        source, target = self.start(push_timeout_s), self.start()
+    def connected(self, push_timeout_s: float = 30.0, limit_blocks: int = 1024) -> tuple[Side, Side]:
+        source, target = self.start(push_timeout_s, limit_blocks), self.start()
         source.thread.submit(ConnectPeer(target.peer, target.endpoint.metadata, target.endpoint.region))
         source.wait(PeerConnected)
         return source, target
@@ -271,3 +281,76 @@ def test_a_raising_callback_does_not_end_the_thread(sides: Sides, caplog: pytest
     assert "CloseReport" in caplog.text
     target.thread.submit(Close(key("c")))
     target.wait(CloseReport)
+
+
+def hand_off(source: Side, target: Peer, name: str, num_pushes: int) -> None:
+    """Pushes of one block each, into the same block numbers."""
+    source.thread.submit(OpenHandoff(key(name), target.worker, 0, tuple(range(num_pushes))))
+    for seq in range(num_pushes):
+        source.thread.submit(Push(key(name), PushRange(seq, seq, 1), (seq,)))
+    source.thread.submit(CommitHandoff(key(name)))
+
+
+def test_pushes_beyond_the_budget_wait_and_arrive(sides: Sides) -> None:
+    source, target = sides.connected(limit_blocks=4)
+    seen: list[int] = []
+    take = target._take
+
+    def look(event: Event) -> None:
+        seen.append(source.thread.in_flight_bytes())
+        take(event)
+
+    target.thread._on_event = look
+    assert source.endpoint.max_push_bytes == 2 * BLOCK_BYTES
+    hand_off(source, target.peer, "r", 40)
+    assert source.wait(HandoffDrained)[0].cost.pushes == 40
+    target.wait(PushArrived, 40)
+    assert max(seen) <= 2 * BLOCK_BYTES  # one peer's share
+    assert [target.block(index) for index in range(40)] == [source.block(index) for index in range(40)]
+    counts = source.thread.budget_counts()
+    assert (counts.in_flight_bytes, counts.limit_bytes, counts.num_waiting) == (0, 4 * BLOCK_BYTES, 0)
+
+
+def test_a_push_larger_than_the_whole_budget_goes_alone(sides: Sides) -> None:
+    source, target = sides.connected(limit_blocks=2)
+    source.thread.submit(OpenHandoff(key("r"), target.peer.worker, 0, tuple(range(20))))
+    for seq in range(2):
+        blocks = range(10 * seq, 10 * seq + 10)
+        source.thread.submit(Push(key("r"), PushRange(seq, blocks[0], 10), tuple(blocks)))
+    source.thread.submit(CommitHandoff(key("r")))
+    source.wait(HandoffDrained)
+    target.wait(PushArrived, 2)
+    assert [target.block(index) for index in range(20)] == [source.block(index) for index in range(20)]
+
+
+@pytest.mark.parametrize("sides", ["nixl"], indirect=True)
+def test_a_stopped_process_does_not_hold_up_another_target(sides: Sides) -> None:
+    source, target = sides.connected(limit_blocks=4)
+    worker = WorkerId(str(uuid.uuid4()), 1)
+    process = OtherProcess(worker.agent_name)
+    try:
+        stopped, num_pushes = Peer(worker, "stopped", "127.0.0.1:1"), 12
+        process.say("describe")
+        told = process.hear()
+        region = RegionManifest(told["address"], SIZE // BLOCK_BYTES - 1, BLOCK_BYTES, "DRAM", 0, NUM_BLOCKS)
+        process.say("expect 2")
+        source.thread.submit(ConnectPeer(stopped, bytes.fromhex(told["metadata"]), region))
+        source.wait(PeerConnected, 2)
+        process.hear()
+        process.signal(signal.SIGSTOP)
+        hand_off(source, stopped, "stuck", num_pushes)
+        hand_off(source, target.peer, "fine", num_pushes)
+        assert [event.key for event in source.wait(HandoffDrained)] == [key("fine")]
+        assert source.thread.in_flight_bytes(worker) == 2 * BLOCK_BYTES
+        assert source.thread.budget_counts().num_waiting == num_pushes - 2
+        source.wait_last(CrowdChanged(frozenset({worker.agent_name}), False))
+        process.say(f"expect {num_pushes}")
+        process.signal(signal.SIGCONT)
+        assert [event.key for event in source.wait(HandoffDrained, 2)] == [key("fine"), key("stuck")]
+        answer = process.hear()
+        assert len(answer["notices"]) == num_pushes
+        # Beside the blocks the warm-up has written, null block to null block.
+        blocks = [source.block(index) for index in (*range(num_pushes), NUM_BLOCKS)]
+        assert answer["sum"] == sum(sum(block) for block in blocks)
+    finally:
+        process.end()

@@ -120,11 +120,11 @@ def test_the_cost_counts_one_descriptor_a_run() -> None:
     bench.sender.open(OpenHandoff(KEY, TARGET.worker, 4, (0, 1, 2, 9, 10, 3)))
     bench.sender.push(Push(KEY, PushRange(0, 4, 3), (5, 6, 7)))  # one run
     bench.sender.push(Push(KEY, PushRange(1, 7, 3), (8, 9, 2)))  # 9-10, then 3
-    assert bench.sender.in_flight.total == 6 * BLOCK_BYTES
+    assert bench.sender.budget.total == 6 * BLOCK_BYTES
     bench.rounds()
     bench.sender.commit(CommitHandoff(KEY))
     assert bench.take() == [HandoffDrained(KEY, TransferCost(2, 3, 6 * BLOCK_BYTES, "local"))]
-    assert (bench.sender.in_flight.total, bench.sender.in_flight.by_agent) == (0, {})
+    assert (bench.sender.budget.total, bench.sender.budget.by_peer) == (0, {})
 
 
 def test_one_failed_push_waits_for_its_siblings() -> None:
@@ -139,7 +139,7 @@ def test_one_failed_push_waits_for_its_siblings() -> None:
     bench.sender.close(Close(KEY, "asker"))
     bench.sender.push(Push(KEY, PushRange(4, 0, 1), (1,)))
     assert [type(event) for event in bench.take()] == [PushFailed]
-    assert bench.sender.in_flight.total == 3 * BLOCK_BYTES
+    assert bench.sender.budget.total == 3 * BLOCK_BYTES
     bench.rounds()
     assert bench.take() == [CloseReport(KEY, CloseState.FAILED, ("asker",))]
 
@@ -167,7 +167,7 @@ def test_a_late_push_leaves_the_budget_and_its_end_is_waited_for() -> None:
     bench.sender.poll()
     bench.sender.poll()
     assert bench.take() == [PushFailed(KEY, PushRange(0, 0, 1), Cause.TRANSFER_TIMEOUT, "not terminal after 5 s")]
-    assert bench.sender.in_flight.total == 0
+    assert bench.sender.budget.total == 0
     assert not bench.sender.is_busy
     bench.sender.close(Close(KEY, "asker"))
     assert bench.take() == []  # still in flight: no answer

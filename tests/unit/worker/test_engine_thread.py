@@ -3,7 +3,7 @@ told."""
 
 import threading
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ class ScriptedEngine:
     """An engine whose steps are functions that the test queues; without one there is nothing to compute."""
 
     def __init__(self) -> None:
-        self.steps: SimpleQueue[Callable[[], StepOutcome | None]] = SimpleQueue()
+        self.steps: Queue[Callable[[], StepOutcome | None]] = Queue()
         self.counts: dict[str, int] = {"waiting": 0}
         self.scheduler = SimpleNamespace(step=0, num_running=0, num_waiting=0, token_loops=lambda: 0)
         self.ledger = SimpleNamespace(num_promised_blocks=0, counts=lambda: BlockCounts(4, 0, 0, 0, 4))
@@ -58,7 +58,7 @@ class Core:
 
 class Bench:
     def __init__(self) -> None:
-        self.engine, self.core, self.inbox, self.board = ScriptedEngine(), Core(), SimpleQueue[object](), LoadBoard()
+        self.engine, self.core, self.inbox, self.board = ScriptedEngine(), Core(), Queue[object](), LoadBoard()
         self.settled, self.failed = threading.Event(), threading.Event()
         self.errors: list[Exception] = []
         listener = EngineListener(self.settled.set, self._fail, lambda: (("stale", 2), ("unknown", 1)))

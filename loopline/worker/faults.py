@@ -1,0 +1,145 @@
+"""What a worker process does wrong on purpose, put between its parts. Made by the runtime where the worker's settings
+name faults, and not at all where they do not; `loopline.faults` says what there is.
+
+Each method gives back a part with its faults around it, or the part itself where none meets it.
+"""
+
+import logging
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from kvtransfer.agent import TransferAgent
+from kvtransfer.faulty_agent import FaultyAgent
+from loopline.clock import Clock
+from loopline.faults import MESSAGE_KINDS, PROCESS_KINDS, PUSHING, TRANSPORT_KINDS
+from loopline.messages import CoordinatorMessage, WorkerMessage
+from loopline.sched.plan import StepOutcome
+from loopline.settings import FaultSettings
+from loopline.worker.engine_thread import Pairs, WorkerCore
+
+logger = logging.getLogger(__name__)
+M = TypeVar("M", WorkerMessage, CoordinatorMessage)
+_SIGNALS = {"freeze": signal.SIGSTOP, "kill": signal.SIGKILL}
+
+
+def no_fault(state: str) -> None:
+    """What happens when a handoff enters a state in a worker without faults."""
+
+
+def signal_self(number: signal.Signals) -> None:
+    """Stop or end this process, all its threads at once."""
+    os.kill(os.getpid(), number)
+
+
+class WorkerFaults:
+    """All faults of one worker process. Invariant: each is committed at the events that it names, and counted from the
+    start of the process."""
+
+    def __init__(
+        self,
+        worker: str,
+        faults: Sequence[FaultSettings],
+        clock: Clock,
+        signal_process: Callable[[signal.Signals], None] = signal_self,
+    ) -> None:
+        """Says in the log what will go wrong. `signal_process`: how the process gets a signal."""
+        logger.warning("%s commits faults on purpose: %s", worker, "; ".join(_words(fault) for fault in faults))
+        self._transport = tuple(fault for fault in faults if fault.do in TRANSPORT_KINDS)
+        self._messages = tuple(fault for fault in faults if fault.do in MESSAGE_KINDS)
+        self._process = tuple(fault for fault in faults if fault.do in PROCESS_KINDS)
+        self._clock = clock
+        self._signal_process = signal_process
+        self._entries: Counter[str] = Counter()  # of each state; a state is entered in one thread only
+
+    def agent(self, agent: TransferAgent) -> TransferAgent:
+        """The transport as the transfer thread gets it."""
+        if not self._transport and not any(fault.state == PUSHING for fault in self._process):
+            return agent
+        return FaultyAgent(agent, self._transport, self._clock, lambda: self.entered(PUSHING))
+
+    def messages(self, deliver: Callable[[M], None]) -> Callable[[M], None]:
+        """One direction of the stream to the coordinator; `deliver` is called in the caller's thread."""
+        return FaultyMessages(deliver, self._messages) if self._messages else deliver
+
+    def core(self, core: WorkerCore) -> WorkerCore:
+        """The role's logic as the engine thread gets it."""
+        return _FaultyCore(core, self._stepped) if any(not fault.state for fault in self._process) else core
+
+    def entered(self, state: str) -> None:
+        """A handoff has entered `state` at this moment."""
+        self._entries[state] += 1
+        self._commit([fault for fault in self._process if fault.state == state], self._entries[state])
+
+    def _stepped(self, step: int) -> None:
+        self._commit([fault for fault in self._process if not fault.state], step)
+
+    def _commit(self, faults: Sequence[FaultSettings], number: int) -> None:
+        for fault in faults:
+            if fault.is_due(number):
+                logger.warning("fault: %s", _words(fault))
+                self._signal_process(_SIGNALS[fault.do])
+
+
+class FaultyMessages(Generic[M]):
+    """Hands messages on, except for those that a fault meets. May be called from any thread."""
+
+    def __init__(self, deliver: Callable[[M], None], faults: Sequence[FaultSettings]) -> None:
+        self._deliver: Callable[[M], None] = deliver
+        self._faults = tuple(faults)
+        self._counts: Counter[str] = Counter()
+        self._held: list[M] = []  # waits for the next message of any type
+        self._lock = threading.Lock()
+
+    def __call__(self, message: M) -> None:
+        kind = type(message).__name__
+        with self._lock:
+            self._counts[kind] += 1
+            due = {fault.do for fault in self._faults if fault.message == kind and fault.is_due(self._counts[kind])}
+            if due:
+                logger.warning("fault: %s of %s %d", ", ".join(sorted(due)), kind, self._counts[kind])
+            if "reorder_messages" in due:
+                self._held.append(message)
+                return
+            out = [] if "drop_message" in due else [message]
+            if "repeat_message" in due:
+                out *= 2
+            out += self._held
+            self._held = []
+            for each in out:
+                self._deliver(each)
+
+
+class _FaultyCore:
+    """A `WorkerCore` that hears of a step only after its faults were committed."""
+
+    def __init__(self, core: WorkerCore, stepped: Callable[[int], None]) -> None:
+        self._core = core
+        self._stepped = stepped
+        self.handle = core.handle
+        self.tick = core.tick
+
+    def stepped(self, outcome: StepOutcome) -> None:
+        self._stepped(outcome.step)
+        self._core.stepped(outcome)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._core.is_draining
+
+    def handoffs(self) -> Pairs:
+        return self._core.handoffs()
+
+    def ignored(self) -> Pairs:
+        return self._core.ignored()
+
+
+def _words(fault: FaultSettings) -> str:
+    """One fault as a person reads it."""
+    what = f"{fault.do} {fault.message}" if fault.message else fault.do
+    last = f" to {fault.at + fault.times - 1}" if fault.times > 1 else ""
+    where = f"{fault.state} {fault.at}" if fault.state else str(fault.at)
+    return f"{what} at {where}{last}" + (f" for {fault.seconds:g} s" if fault.seconds else "")

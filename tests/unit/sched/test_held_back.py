@@ -1,0 +1,61 @@
+"""A policy that holds requests back: their chunks wait, others' do not, and they go on where they stopped."""
+
+from tests.support.scheduling import HoldPolicy, make, request, run_scripted
+
+
+class Holding(HoldPolicy):
+    """Holds back the requests whose names it has."""
+
+    def __init__(self, *names: str) -> None:
+        self.held = set(names)
+
+    def may_compute(self, request_id: str) -> bool:
+        return request_id not in self.held
+
+
+def test_a_held_request_is_skipped_and_others_go_on() -> None:
+    policy = Holding()
+    ledger, scheduler = make(policy=policy)
+    for name in ("held", "other"):
+        assert scheduler.submit(request(name, 20, 5)) is None
+    plan = scheduler.plan()
+    assert plan is not None and plan.request_ids == ["held", "other"]
+    scheduler.commit(plan, run_scripted(plan))
+    policy.held.add("held")
+    rows = []
+    while (plan := scheduler.plan()) is not None:
+        assert plan.request_ids == ["other"]
+        rows += scheduler.commit(plan, run_scripted(plan)).rows
+    assert [row.request_id for row in rows] == ["other"]
+    assert scheduler.has_work
+    policy.held.clear()
+    chunks = []
+    while (plan := scheduler.plan()) is not None:
+        chunks += [(one.request_id, one.num_computed) for one in scheduler.commit(plan, run_scripted(plan)).chunks]
+    assert chunks == [("held", 16), ("held", 20)]
+    for name in ("held", "other"):
+        allocation = scheduler.remove(name)
+        assert allocation is not None
+        ledger.release(allocation)
+    ledger.audit()
+
+
+def test_a_held_request_takes_nothing_of_the_steps_budget() -> None:
+    _, scheduler = make(policy=Holding("first"))
+    for name in ("first", "second", "third", "fourth"):
+        assert scheduler.submit(request(name, 8, 5)) is None
+    plan = scheduler.plan()
+    assert plan is not None and plan.request_ids == ["second", "third", "fourth"]
+    assert [run.num_tokens for run in plan.runs] == [8, 8, 8]
+
+
+def test_a_held_request_can_be_removed() -> None:
+    ledger, scheduler = make(policy=Holding("held"))
+    assert scheduler.submit(request("held", 8, 5)) is None
+    assert scheduler.plan() is None
+    assert scheduler.has_work
+    allocation = scheduler.remove("held")
+    assert allocation is not None
+    ledger.release(allocation)
+    assert not scheduler.has_work
+    ledger.audit()

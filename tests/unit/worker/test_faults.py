@@ -1,0 +1,233 @@
+"""The `faults` section: what it may say, and what a worker's parts do with it."""
+
+import logging
+import signal
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import yaml
+
+from kvtransfer.agent import TransferAgent
+from kvtransfer.faulty_agent import FaultyAgent
+from kvtransfer.handoff import ReceiveState, SendState
+from kvtransfer.local_agent import LocalAgent, LocalHub
+from loopline.config import load_config
+from loopline.errors import ConfigError
+from loopline.faults import KINDS, MESSAGES, PUSHING, STATES
+from loopline.identity import Cause, HandoffKey, WorkerId
+from loopline.messages import Cancel, CoordinatorMessage, PairFailed, PairReady, WorkerMessage
+from loopline.settings import FaultSettings
+from loopline.worker.engine_thread import WorkerCore
+from loopline.worker.faults import WorkerFaults
+from loopline.worker.main import parse_worker_arguments
+from tests.unit.worker.clocks import OwnClock
+
+KEY = HandoffKey("r", 1)
+
+
+def write(folder: Path, *faults: object) -> str:
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump({"model": {"path": "m"}, "faults": list(faults)}), encoding="utf-8")
+    return str(path)
+
+
+def parse(path: str, role: str, *more: str) -> tuple[FaultSettings, ...]:
+    arguments = ["--config", path, "--coordinator", "node:1", "--name", f"{role}-0", *more]
+    return parse_worker_arguments(role, arguments).settings.faults
+
+
+# ---- the section -----------------------------------------------------------------------------------------------------
+
+
+def test_each_worker_gets_its_own_faults(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"worker": "prefill-0", "do": "delay_push", "at": 2, "seconds": 1.5, "times": 3},
+        {"worker": "decode-0", "do": "drop_message", "message": "Granted"},
+        {"worker": "decode-0", "do": "kill", "at": "bound", "nth": 2},
+        {"worker": "decode-0", "do": "freeze", "at": 7},
+    )
+    assert parse(path, "prefill") == (FaultSettings(do="delay_push", at=2, seconds=1.5, times=3),)
+    assert parse(path, "decode") == (
+        FaultSettings(do="drop_message", message="Granted"),
+        FaultSettings(do="kill", at=2, state="bound"),
+        FaultSettings(do="freeze", at=7),
+    )
+    assert parse(path, "decode", "--without-faults") == ()
+
+
+def test_there_are_none_by_default(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: {path: m}\n", encoding="utf-8")
+    assert parse(str(path), "decode") == ()
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ({"worker": "decode-1", "do": "kill"}, "faults.0.worker is 'decode-1'; allowed: prefill-0, decode-0"),
+        ({"worker": "decode-0", "do": "explode"}, "faults.0.do is 'explode'; allowed: drop_notice, "),
+        ({"worker": "decode-0", "do": "fail_push"}, "faults.0.do is 'fail_push'; allowed: drop_notice, "),
+        ({"worker": "prefill-0", "do": "drop_notice"}, "faults.0.do is 'drop_notice'; allowed: fail_push, "),
+        (
+            {"worker": "decode-0", "do": "kill", "at": "open"},
+            "faults.0.at is 'open'; allowed: a whole number, at least",
+        ),
+        ({"worker": "prefill-0", "do": "fail_push", "at": "open"}, "faults.0.at is 'open'; allowed: a whole number"),
+        ({"worker": "decode-0", "do": "kill", "at": 0}, "faults.0.at is 0; allowed: a whole number, at least 1, or a"),
+        ({"worker": "decode-0", "do": "kill", "at": 1.5}, "faults.0.at is 1.5; allowed: a whole number"),
+        ({"worker": "decode-0", "do": "kill", "at": 3, "nth": 2}, "faults.0.nth is 2; allowed: 1, or more where"),
+        ({"worker": "decode-0", "do": "kill", "times": 2}, "faults.0.times is 2; allowed: 1 (for kill)"),
+        ({"worker": "decode-0", "do": "stop_polling"}, "faults.0.seconds is None; allowed: a number, above 0 (for "),
+        ({"worker": "decode-0", "do": "kill", "seconds": 1.0}, "faults.0.seconds is 1.0; allowed: null (for kill)"),
+        ({"worker": "decode-0", "do": "drop_message"}, "faults.0.message is None; allowed: Reserved, "),
+        (
+            {"worker": "decode-0", "do": "drop_message", "message": "Prefilled"},
+            "faults.0.message is 'Prefilled'; allowed: Reserved, ",
+        ),
+        (
+            {"worker": "decode-0", "do": "kill", "message": "Reserve"},
+            "faults.0.message is 'Reserve'; allowed: null (for kill)",
+        ),
+        ({"worker": "decode-0"}, "faults.0.do is missing; needed: fail_push, "),
+        ({"worker": "decode-0", "do": "kill", "when": 1}, "faults.0.when: no such key; allowed: worker, do, at, "),
+        ("kill", "faults.0 is 'kill'; allowed: a mapping with the keys worker, "),
+    ],
+)
+def test_a_wrong_entry_is_refused_with_its_value_and_what_is_allowed(
+    tmp_path: Path, fault: object, expected: str
+) -> None:
+    path = write(tmp_path, fault)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"{path}: {expected}")
+
+
+def test_a_section_that_is_no_list_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("model: {path: m}\nfaults: {worker: decode-0}\n", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"faults is \{'worker': 'decode-0'\}; allowed: a list of mappings with the keys"
+    ):
+        load_config(path)
+
+
+def test_the_words_are_those_of_the_tables_and_messages() -> None:
+    assert set(STATES["prefill"]) == {state.value for state in SendState} | {PUSHING}
+    assert set(STATES["decode"]) == {state.value for state in ReceiveState} - {"local"}
+    spoken = {kind.__name__ for kind in (*typing.get_args(WorkerMessage), *typing.get_args(CoordinatorMessage))}
+    named = set(MESSAGES["prefill"]) | set(MESSAGES["decode"])
+    assert spoken - named == {"Register", "Welcome", "Rejected", "Heartbeat"}
+    assert named <= spoken
+    assert KINDS.keys() == STATES.keys() == MESSAGES.keys()
+
+
+# ---- what is done with it --------------------------------------------------------------------------------------------
+
+
+class Signals:
+    """Takes what a process would send to itself."""
+
+    def __init__(self) -> None:
+        self.sent: list[signal.Signals] = []
+
+    def faults(self, *faults: FaultSettings) -> WorkerFaults:
+        return WorkerFaults("decode-0", faults, OwnClock(), self.sent.append)
+
+
+def make_agent() -> TransferAgent:
+    return LocalAgent("any", LocalHub())
+
+
+def test_what_no_fault_meets_is_not_wrapped() -> None:
+    faults = Signals().faults(FaultSettings(do="kill", state="bound"))
+    agent, core, send = make_agent(), cast(WorkerCore, SimpleNamespace()), cast(Any, print)
+    assert faults.agent(agent) is agent
+    assert faults.core(core) is core
+    assert faults.messages(send) is send
+
+
+def test_a_worker_names_its_faults_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Signals().faults(
+            FaultSettings(do="delay_push", at=2, times=2, seconds=1.5),
+            FaultSettings(do="drop_message", message="Granted"),
+            FaultSettings(do="kill", at=3, state="bound"),
+        )
+    (record,) = caplog.records
+    expected = "delay_push at 2 to 3 for 1.5 s; drop_message Granted at 1; kill at bound 3"
+    assert record.getMessage() == f"decode-0 commits faults on purpose: {expected}"
+
+
+def test_a_signal_comes_with_the_handoff_that_is_meant() -> None:
+    signals = Signals()
+    faults = signals.faults(
+        FaultSettings(do="freeze", at=2, state="bound", times=2), FaultSettings(do="kill", state="active")
+    )
+    for state in ("reserved", "bound"):
+        faults.entered(state)
+    assert signals.sent == []
+    for _ in range(4):
+        faults.entered("bound")
+    assert signals.sent == [signal.SIGSTOP, signal.SIGSTOP]
+    faults.entered("active")
+    assert signals.sent[2:] == [signal.SIGKILL]
+
+
+def test_a_signal_comes_with_the_step_that_is_meant_before_anybody_hears_of_it() -> None:
+    signals = Signals()
+    order: list[object] = []
+    signals.sent = cast(Any, order)
+    inner = SimpleNamespace(handle=order.append, tick=order.clear, is_draining=True, handoffs=lambda: (("bound", 1),))
+    inner.stepped, inner.ignored = (lambda outcome: order.append(outcome.step)), lambda: (("stale", 2),)
+    core = signals.faults(FaultSettings(do="kill", at=2)).core(cast(WorkerCore, inner))
+    for step in (1, 2, 3):
+        core.stepped(cast(Any, SimpleNamespace(step=step)))
+    assert order == [1, signal.SIGKILL, 2, 3]
+    core.handle("event")
+    assert order[-1] == "event"
+    assert (core.is_draining, core.handoffs(), core.ignored()) == (True, (("bound", 1),), (("stale", 2),))
+
+
+def test_the_moment_of_pushing_needs_the_transport() -> None:
+    faults = Signals().faults(FaultSettings(do="kill", state=PUSHING))
+    assert isinstance(faults.agent(make_agent()), FaultyAgent)
+
+
+def ready(number: int) -> PairReady:
+    return PairReady(WorkerId("d", number), "tcp", 1.0)
+
+
+FAILED = PairFailed(WorkerId("d", 9), "no")
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("drop_message", [ready(1), FAILED, ready(3)]),
+        ("repeat_message", [ready(1), ready(2), ready(2), FAILED, ready(3)]),
+        ("reorder_messages", [ready(1), FAILED, ready(2), ready(3)]),
+    ],
+)
+def test_messages_that_are_lost_repeated_or_swapped(kind: str, expected: list[WorkerMessage]) -> None:
+    heard: list[WorkerMessage] = []
+    faults = Signals().faults(FaultSettings(do=kind, at=2, message="PairReady"))
+    send = faults.messages(heard.append)
+    sent: list[WorkerMessage] = [ready(1), ready(2), FAILED, ready(3)]
+    for message in sent:
+        send(message)
+    assert heard == expected
+
+
+def test_each_direction_counts_for_itself() -> None:
+    up: list[WorkerMessage] = []
+    down: list[CoordinatorMessage] = []
+    faults = Signals().faults(FaultSettings(do="drop_message", message="Cancel"))
+    send, take = faults.messages(up.append), faults.messages(down.append)
+    send(FAILED)
+    for _ in range(2):
+        take(Cancel(KEY, Cause.CANCELLED))
+    assert (up, down) == ([FAILED], [Cancel(KEY, Cause.CANCELLED)])
