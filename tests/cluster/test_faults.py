@@ -138,7 +138,12 @@ def test_what_nobody_says_again_ends_in_a_clear_error(tmp_path: Path, expected: 
 
 @pytest.mark.parametrize(
     ("worker", "state"),
-    [("prefill-0", "pushing"), ("prefill-0", "committed"), ("decode-0", "bound"), ("decode-0", "active")],
+    [
+        ("prefill-0", "pushing"),
+        pytest.param("prefill-0", "committed", marks=pytest.mark.soak),
+        pytest.param("decode-0", "bound", marks=pytest.mark.soak),
+        ("decode-0", "active"),
+    ],
 )
 def test_a_worker_that_dies_at_one_moment_costs_no_token(
     tmp_path: Path, expected: list[tuple[int, ...]], worker: str, state: str
@@ -153,7 +158,7 @@ def test_a_worker_that_dies_at_one_moment_costs_no_token(
         assert ask_all(cluster) == expected  # the worker that was started again has no faults
 
 
-@pytest.mark.parametrize("wakes_up", [True, False], ids=["woken", "killed"])
+@pytest.mark.parametrize("wakes_up", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["woken", "killed"])
 def test_a_worker_that_stands_still_while_pushing_costs_no_token(
     tmp_path: Path, expected: list[tuple[int, ...]], wakes_up: bool
 ) -> None:
