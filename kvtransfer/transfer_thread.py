@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 HOT_S = 0.01
 """How long after the last command, end of a push or notice the agent is polled hard."""
 HOT_WAIT_S = 20e-6
+COLD_AFTER_S = 10.0
+"""How long after that an agent is polled at the configured interval, and then less often. Over tcp it is polls that land
+bytes; a push of bounded size that takes longer than this is slower than rare polls are.
+"""
+COLD_FACTOR = 8
 STOP_DRAIN_S = 1.0
 STOP_ROUNDS = 16
 REPEAT_REPORT_S = 1.0
@@ -172,9 +177,8 @@ class TransferThread:
         """Until Stop: sleep until the interval is over or a command comes, take commands up to a push, poll once."""
         hot_until_s = self._clock.now_s()
         while True:
-            is_hot = self._clock.now_s() < hot_until_s
             try:
-                command = self._commands.get(timeout=HOT_WAIT_S if is_hot else self._settings.poll_interval_s)
+                command = self._commands.get(timeout=self._wait_s(self._clock.now_s() - hot_until_s))
                 while True:
                     if isinstance(command, Stop):
                         return
@@ -189,6 +193,13 @@ class TransferThread:
             ended = self._guarded(sender.poll)
             if heard or ended:
                 hot_until_s = self._clock.now_s() + HOT_S
+
+    def _wait_s(self, quiet_s: float) -> float:
+        """How long to sleep before the next poll, that many seconds after the agent stopped to be polled hard."""
+        if quiet_s < 0:
+            return HOT_WAIT_S
+        interval_s = self._settings.poll_interval_s
+        return interval_s if quiet_s < COLD_AFTER_S else COLD_FACTOR * interval_s
 
     def _drain(self, sender: Sender, receiver: Receiver) -> None:
         """Let what is in flight end, within a limit, and the last notices leave."""

@@ -139,7 +139,7 @@ class TransferConfig(Section):
     ucx: dict[UcxName, str] = Field(default_factory=dict)
     """Extra UCX settings, UCX_NAME: value, set in each worker before its agent starts."""
     poll_interval_s: Seconds = 0.0003
-    """Pause of the transfer thread between polls that found nothing."""
+    """Pause of the transfer thread between polls that found nothing; eight times as long after ten quiet seconds."""
     push_timeout_s: Seconds = 30.0
     """A push that is not done by then has failed."""
     in_flight_limit_bytes: Count = 2 * 2**30
