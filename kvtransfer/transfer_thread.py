@@ -39,8 +39,8 @@ HOT_S = 0.01
 """How long after the last command, end of a push or notice the agent is polled hard."""
 HOT_WAIT_S = 20e-6
 COLD_AFTER_S = 10.0
-"""How long after that an agent is polled at the configured interval, and then less often. Over tcp it is polls that land
-bytes; a push of bounded size that takes longer than this is slower than rare polls are.
+"""How long after that an agent is polled at the configured interval, and then less often. Over tcp it is polls that
+land bytes; a push of bounded size that takes longer than this is slower than rare polls are.
 """
 COLD_FACTOR = 8
 STOP_DRAIN_S = 1.0

@@ -262,7 +262,7 @@ class PushRange:
 
 @dataclass(frozen=True)
 class Commit:
-    """Prefill -> decode, unary: the first token, and every push that was posted."""
+    """Prefill -> decode, unary: the first token, and every push that was posted or waits for its turn."""
 
     key: HandoffKey
     writer: WorkerId
