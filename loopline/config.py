@@ -21,7 +21,6 @@ from loopline.intake import MAX_DEADLINE_S
 from loopline.settings import EngineSettings, SchedulerSettings, TransferSettings, WorkerSettings
 
 Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
