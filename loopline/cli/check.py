@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from loopline.cli.options import Config, Json
-from loopline.config import ClusterConfig, WorkerGroup, load_config
+from loopline.config import ClusterConfig, load_config
+from loopline.config_sections import WorkerGroup
 from loopline.kv.layout import KVLayout
 from loopline.model_spec import load_model_spec
 from loopline.text import load_text

@@ -7,7 +7,8 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from loopline.config import ClusterConfig, ModelConfig, load_config
+from loopline.config import ClusterConfig, load_config
+from loopline.config_sections import ModelConfig
 from loopline.errors import ConfigError
 
 
