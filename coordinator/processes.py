@@ -4,16 +4,12 @@ SIGKILL.
 
 import asyncio
 import contextlib
-import ctypes
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -59,26 +55,21 @@ class Child:
         return f"{self.name} ended with exit status {self.process.returncode}; the end of {self.log_path}:\n{tail}"
 
 
-def _die_with_parent() -> None:
-    """In the child: have the kernel kill it when its parent dies. The life pipe is gentler and works everywhere, but a
-    stopped process does not read it, and one that is still loading reads it late."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 async def start_child(name: str, module: str, arguments: Sequence[str], log_path: Path) -> Child:
-    """Run `python -m module ARGUMENTS --life-fd N`; its standard output and error are appended to `log_path`."""
+    """Run `python -m module ARGUMENTS --life-fd N`; it ends with this process at the latest.
+
+    Its standard output and error are appended to `log_path`.
+    """
     read_fd, write_fd = os.pipe()
     try:
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, *arguments, "--life-fd", str(read_fd)),
+                *(sys.executable, "-m", "coordinator.child", module, *arguments, "--life-fd", str(read_fd)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=(read_fd,),
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
             )
     except BaseException:
         os.close(write_fd)

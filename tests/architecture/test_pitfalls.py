@@ -10,10 +10,20 @@ def test_no_queue_whose_timed_wait_may_never_end() -> None:
     """In CPython 3.11 `SimpleQueue.get(timeout=...)` after a `put` and a `get_nowait` may wait without a limit, once in
     some hundred rounds of short timeouts: a thread that polls would stand still until somebody puts something.
     """
-    users = [
+    assert users_of("SimpleQueue(") == []
+
+
+def test_no_code_between_fork_and_exec() -> None:
+    """`preexec_fn` makes Python fork where it would not have to, and a fork beside gRPC's threads may abort the child:
+    gRPC's handlers around a fork do nothing while another of its threads is inside a call.
+    """
+    assert users_of("preexec_fn=") == []
+
+
+def users_of(text: str) -> list[str]:
+    return [
         str(path.relative_to(ROOT))
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
-        if "SimpleQueue(" in path.read_text(encoding="utf-8")
+        if text in path.read_text(encoding="utf-8")
     ]
-    assert users == []
