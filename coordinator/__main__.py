@@ -10,7 +10,6 @@ from pathlib import Path
 
 from coordinator.server import ServerOptions, serve
 from loopline.errors import OperatorError
-from loopline.process import configure_logging
 
 
 def main() -> int:
@@ -21,7 +20,6 @@ def main() -> int:
     parser.add_argument("--drain-limit", type=float, help="seconds for running requests when told to leave")
     parser.add_argument("--life-fd", type=int, help="read end of a pipe; its end-of-file ends this process")
     options = parser.parse_args()
-    configure_logging("coordinator")
     try:
         asyncio.run(
             serve(

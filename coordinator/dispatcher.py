@@ -11,7 +11,9 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from coordinator.effects import Deliver, Effect, End, Ending, Outcome, Requeue, Send
+from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
+from coordinator.leases import LeaseTimer
+from coordinator.metrics import CoordinatorMetrics, LossReason
 from coordinator.queue import RequestQueue
 from coordinator.registry import Refused, Registry
 from coordinator.router import choose_decode, choose_prefill
@@ -35,13 +37,12 @@ from loopline.messages import (
     WorkerMessage,
 )
 from loopline.request import Limits, Request, SamplingParams, check_size
+from loopline.telemetry.logs import about
 from loopline.text import TextStream
 
 _LOG = logging.getLogger(__name__)
 _REFUSALS = (Cause.NO_ROOM, Cause.DRAINING)
 _PROBE_DEADLINE_S = 60.0
-_LATE_PART = 0.1  # of a lease: a timer that is later than this shows that the event loop stood still
-_GRACE_PART = 1 / 3  # of a lease: the time from one heartbeat of a worker to its next
 
 
 class Dispatcher:
@@ -70,13 +71,13 @@ class Dispatcher:
         self._limits = limits
         self._tracker = Tracker(clock)
         self._registry = Registry(lease_s)
+        self.metrics = CoordinatorMetrics(self._tracker.ignored)
         self._queue = RequestQueue(queue_limit)
         self._workers: dict[WorkerId, WorkerStream] = {}
         self._clients: dict[str, ClientStream] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._groups: dict[str, Fingerprint] = {}  # of the decode worker that a request was given to last
-        self._lease_timer: asyncio.TimerHandle | None = None
-        self._lease_timer_due_s = 0.0
+        self._leases = LeaseTimer(clock, lease_s, self._registry.next_expiry_s, self._lose_expired)
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -170,18 +171,21 @@ class Dispatcher:
             return joined
         _LOG.info("worker %s joined (%s, pid %d)", register.peer.name, register.role, register.pid)
         if joined.superseded is not None:
-            self.lose(joined.superseded, "another took its place")
+            self.lose(joined.superseded, LossReason.REPLACED)
         self._workers[register.peer.worker] = stream = WorkerStream()
         stream.send(Welcome(self.epoch, self.lease_s))
         self._carry_out(joined.commands)
-        self._arm_lease_timer()
+        self._leases.arm()
         return stream
 
-    def lose(self, worker: WorkerId, why: str, *, proven: bool = False, lapsed: bool = False) -> None:
-        """The worker is gone, or must be taken to be; `proven`: its process has been reaped. May be called again."""
+    def lose(self, worker: WorkerId, reason: LossReason, why: str = "") -> None:
+        """The worker is gone, or must be taken to be; REAPED is the proof. `why`: what else the log should say. May be
+        called again."""
         name = self._registry.name(worker)
-        if worker in self._registry and not self._draining:
-            _LOG.warning("worker %s is lost: %s", name, why)
+        if self._registry.is_missed(worker) and not self._draining:
+            _LOG.warning("worker %s is lost: %s", name, why or reason)
+            self.metrics.worker_lost(reason)
+        proven, lapsed = reason is LossReason.REAPED, reason is LossReason.LEASE
         commands = self._registry.lose(worker, proven=proven, lapsed=lapsed)
         stream = self._workers.pop(worker, None)
         if stream is not None:
@@ -192,7 +196,7 @@ class Dispatcher:
     def on_exit(self, name: str, pid: int, host: str) -> None:
         """A launcher reaped the process that it had started under this name at this host."""
         for worker in self._registry.lives_of(name, pid, host):
-            self.lose(worker, "its process was reaped", proven=True)
+            self.lose(worker, LossReason.REAPED)
 
     def on_message(self, worker: WorkerId, message: WorkerMessage, coordinator_epoch: int) -> None:
         """Take one message of an attached worker; of another epoch or a lost worker: ignored and counted."""
@@ -241,29 +245,9 @@ class Dispatcher:
         """A worker sent something that is no message."""
         self.ignored[Cause.INVALID] += 1
 
-    def _arm_lease_timer(self) -> None:
-        if self._lease_timer is not None:
-            self._lease_timer.cancel()
-        expiry_s = self._registry.next_expiry_s()
-        if expiry_s is None:
-            self._lease_timer = None
-            return
-        self._start_lease_timer(max(0.0, expiry_s - self._clock.now_s()))
-
-    def _start_lease_timer(self, delay_s: float) -> None:
-        self._lease_timer_due_s = self._clock.now_s() + delay_s
-        self._lease_timer = asyncio.get_running_loop().call_later(delay_s, self._on_lease_timer)
-
-    def _on_lease_timer(self) -> None:
-        """A late timer: this process was not listening. Heartbeats may be waiting, and get time to come in."""
-        late_s = self._clock.now_s() - self._lease_timer_due_s
-        if late_s > _LATE_PART * self.lease_s:
-            _LOG.warning("the event loop stood still for %.1f s: leases are looked at again soon", late_s)
-            self._start_lease_timer(_GRACE_PART * self.lease_s)
-            return
+    def _lose_expired(self) -> None:
         for worker in self._registry.expired(self._clock.now_s()):
-            self.lose(worker, "its lease ran out", lapsed=True)
-        self._arm_lease_timer()
+            self.lose(worker, LossReason.LEASE)
 
     # ---- effects ----------------------------------------------------------------------------------------------------
 
@@ -280,6 +264,9 @@ class Dispatcher:
                     self._serve_if_paired()
                     if self._clients[request_id].push(row):
                         left.extend(self._tracker.stop(request_id))
+                case AttemptFailed(request_id, cause, detail):
+                    _LOG.warning("an attempt failed: %s", detail, extra=about(request_id))
+                    self.metrics.attempt_failed(cause)
                 case Requeue(request_id):
                     self._queue.put_back(request_id, self._tracker.order(request_id))
                 case End(request_id, outcome):
@@ -287,6 +274,9 @@ class Dispatcher:
         self._wake.set()
 
     def _end(self, request_id: str, outcome: Outcome) -> None:
+        if request_id != self._probe_id:
+            self.metrics.ended(outcome.ending)
+            _LOG.info("%s after %d tokens", outcome.ending, outcome.usage.completion_tokens, extra=about(request_id))
         self._queue.remove(request_id)
         self._deadlines.pop(request_id).cancel()
         self._groups.pop(request_id, None)

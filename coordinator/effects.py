@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loopline.identity import WorkerId
+from loopline.identity import Cause, WorkerId
 from loopline.messages import CoordinatorMessage, HandoffStats, TokenRow
 from loopline.request import FinishReason, Route, Timing, Usage
 
@@ -58,13 +58,22 @@ class End:
 
 
 @dataclass(frozen=True)
+class AttemptFailed:
+    """A worker could not go on with the request, or was lost with it; what follows says what becomes of it."""
+
+    request_id: str
+    cause: Cause
+    detail: str
+
+
+@dataclass(frozen=True)
 class Requeue:
     """The request waits for workers again, at its old place among requests that were let in."""
 
     request_id: str
 
 
-Effect = Send | Deliver | End | Requeue
+Effect = Send | Deliver | AttemptFailed | End | Requeue
 
 
 @dataclass(frozen=True)

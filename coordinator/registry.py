@@ -66,6 +66,10 @@ class Registry:
         """Whether it is alive, as far as is known."""
         return worker in self._alive
 
+    def is_missed(self, worker: WorkerId) -> bool:
+        """Whether its loss would be news, and not the end of a drain."""
+        return worker in self._alive and not self._alive[worker].draining
+
     def name(self, worker: WorkerId) -> str:
         member = self._alive.get(worker) or self._lost.get(worker)
         return member.register.peer.name if member else f"{worker.uuid}/{worker.epoch}"

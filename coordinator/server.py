@@ -20,6 +20,7 @@ from loopline.config import ClusterConfig, load_config
 from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.process import on_terminate, watch_life_pipe, write_json_by_rename
 from loopline.request import InitialState, Limits, SamplingParams
+from loopline.telemetry.logs import configure_logging
 from loopline.text import TextCodec, load_text
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import bind, join_address, server_options
@@ -92,6 +93,7 @@ def build_server(dispatcher: Dispatcher, intake: Intake, card: ModelCard, max_me
 async def serve(options: ServerOptions) -> None:
     """Run a coordinator until SIGTERM, SIGINT or its parent's end. Raises OperatorError before it listens."""
     config = load_config(options.config_path)
+    configure_logging("coordinator", config.telemetry.log_format, config.telemetry.log_level)
     spec = load_model_spec(config.model.path)
     dispatcher = build_dispatcher(config, spec, MonotonicClock())
     card = ModelCard(Path(config.model.path).name, _dtype(config, spec))
@@ -103,6 +105,8 @@ async def serve(options: ServerOptions) -> None:
     port = config.coordinator.port if options.port is None else options.port
     host = config.coordinator.host
     address = join_address(_EVERY_HOST.get(host, host), bind(server, host, port))
+    if config.telemetry.metrics_port is not None:
+        dispatcher.metrics.serve(host, config.telemetry.metrics_port)
     stop = _watch_for_stop(options.life_fd)
     await server.start()
     if options.listen_file is not None:

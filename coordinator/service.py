@@ -15,6 +15,7 @@ import grpc.aio
 
 from coordinator.dispatcher import Dispatcher
 from coordinator.intake import Intake
+from coordinator.metrics import LossReason
 from coordinator.registry import Refused
 from coordinator.render import (
     accepted_event,
@@ -28,6 +29,7 @@ from coordinator.streams import Tokens, WorkerStream
 from loopline.errors import LooplineError
 from loopline.identity import WorkerId
 from loopline.messages import Register, Rejected
+from loopline.telemetry.logs import about
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 
@@ -67,7 +69,7 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             refusal, metadata = error_status(error)
             await context.abort(refusal, str(error), metadata)
         if message.label:
-            _LOG.info("request %s: label %r", request.request_id, message.label)
+            _LOG.info("label %r", message.label, extra=about(request.request_id))
         try:
             await context.write(accepted_event(request))
             while isinstance(event := await stream.next_event(), Tokens):
@@ -129,7 +131,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             asyncio.ensure_future(self._write_commands(stream, context)),
             asyncio.ensure_future(self._read_messages(worker, context)),
         )
-        why = "its stream ended"
+        why = ""
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             faults = [fault for task in done if (fault := _own_fault(task)) is not None]
@@ -137,7 +139,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
                 why = "this coordinator failed on its stream, which is a bug"
                 _LOG.error("the stream of worker %s failed here", register.peer.name, exc_info=fault)
         finally:
-            self._dispatcher.lose(worker, why)
+            self._dispatcher.lose(worker, LossReason.STREAM, why)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from coordinator.effects import Assigned, Deliver, Effect, End, Ending, Outcome, Requeue, Send
+from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
 from coordinator.life import Life, Move, State
 from loopline.clock import Clock
 from loopline.errors import IllegalTransition
@@ -260,24 +260,26 @@ class Tracker:
         final = _FINAL_CAUSES.get(cause)
         if final is None:
             return self._restart(life, worker, cause, f"{cause}: {detail}")
-        return self._close(life, final, self._cancels(life, cause, but=worker), detail or str(cause))
+        failed = AttemptFailed(life.request.request_id, cause, detail)
+        return [failed, *self._close(life, final, self._cancels(life, cause, but=worker), detail or str(cause))]
 
     def _restart(self, life: Life, worker: WorkerId, cause: Cause, detail: str) -> list[Effect]:
         """Give the current generation up and queue the request again; `worker` needs no Cancel."""
         cancels = self._cancels(life, cause, but=worker)
         is_free = cause in _FREE_REFUSALS
+        failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail)]
         if not is_free and life.delivered_in_attempt == 0:
             life.fruitless_attempts += 1
         if life.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:
             text = f"given up after {life.fruitless_attempts} attempts without a new token, the last one: {detail}"
-            return self._close(life, Ending.GIVEN_UP, cancels, text)
+            return [*failed, *self._close(life, Ending.GIVEN_UP, cancels, text)]
         was_started = life.state in _WITH_TOKENS
         life.move(Move.REQUEUE)
         life.leave_workers()
         attempt = life.request.attempt + (0 if is_free and not was_started else 1)
         life.request = replace(life.request, attempt=attempt, generated_ids=tuple(life.generated))
         life.delivered_in_attempt = 0
-        return [*cancels, Requeue(life.request.request_id)]
+        return [*failed, *cancels, Requeue(life.request.request_id)]
 
     def _finish(self, life: Life, reason: FinishReason, by: WorkerId | None) -> list[Effect]:
         """The request's own end, seen `by` a worker that has given it up itself."""

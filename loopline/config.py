@@ -26,6 +26,7 @@ from loopline.config_sections import (
     PrefillConfig,
     RoutingConfig,
     Section,
+    TelemetryConfig,
     Text,
     TransferConfig,
     WorkerGroup,
@@ -65,6 +66,8 @@ class ClusterConfig(Section):
     """Which workers run a request."""
     limits: LimitsConfig = LimitsConfig()
     """Bounds on messages."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Logs and metrics."""
     faults: FaultList = Field(default_factory=list)
     """What workers do wrong on purpose, for tests."""
 

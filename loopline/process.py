@@ -38,11 +38,6 @@ def on_terminate(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> N
         loop.add_signal_handler(number, call)
 
 
-def configure_logging(name: str) -> None:
-    """Log lines of a process to standard error, with its name in each."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s")
-
-
 def leave(status: int) -> NoReturn:
     """End a worker process at once: with torch and UCX loaded, the interpreter's own teardown takes seconds, in which
     the process would still seem alive. Everything of ours has been closed before."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from loopline.config import load_config
 from loopline.errors import OperatorError
-from loopline.process import configure_logging
 from loopline.sched.policy import RolePolicy
 from loopline.settings import WorkerSettings
+from loopline.telemetry.logs import configure_logging
 from loopline.worker.runtime import EXIT_OPERATOR, BuildRole, run_worker
 
 
@@ -47,8 +47,8 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     parser.add_argument("--without-faults", action="store_true", help="commit none of the faults that the YAML names")
     parsed = parser.parse_args(arguments)
     name = parsed.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
-    configure_logging(name)
     config = load_config(parsed.config)
+    configure_logging(name, config.telemetry.log_format, config.telemetry.log_level)
     settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=parsed.host)
     if parsed.without_faults:
         settings = replace(settings, faults=())

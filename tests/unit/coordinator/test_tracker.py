@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.effects import Deliver, Effect, End, Ending, Requeue, Send
+from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Requeue, Send
 from coordinator.life import TABLE, Move, State
 from coordinator.tracker import MAX_FRUITLESS_ATTEMPTS, Tracker
 from loopline.errors import IllegalTransition
@@ -184,7 +184,8 @@ def test_a_lost_decode_worker_restarts_with_the_delivered_tokens() -> None:
     bench = Bench().to_decoding()
     tracker = bench.tracker
     tracker.on_step_tokens(D.worker, step(row("r1", 6, 51)))
-    assert tracker.on_worker_lost(D.worker, "decode-0") == [Requeue("r1")]
+    lost = AttemptFailed("r1", Cause.PEER_LOST, "worker decode-0 was lost")
+    assert tracker.on_worker_lost(D.worker, "decode-0") == [lost, Requeue("r1")]
     again = tracker.request("r1")
     assert (again.attempt, again.generated_ids, again.num_known_tokens) == (2, (50, 51), 7)
     tracker.reserve("r1", D2)

@@ -1,0 +1,182 @@
+"""The sections of a cluster's YAML file, one class each: keys, types, bounds and defaults.
+
+`loopline.config` puts them together, reads the file and words the faults.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loopline.intake import MAX_DEADLINE_S
+
+Count = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+MessageBytes = Annotated[int, Field(ge=65536, le=2**31 - 1)]
+Text = Annotated[str, Field(min_length=1)]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+UcxName = Annotated[str, Field(pattern=r"^UCX_[A-Z0-9_]+$")]
+
+
+class Section(BaseModel):
+    """One mapping of the YAML: frozen, no unknown keys, no silent conversion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    """Which checkpoint is served, and how."""
+
+    path: Text
+    """Checkpoint folder; relative to the YAML file."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Compute and KV dtype; auto: the checkpoint's own."""
+    max_loops: Count | None = None
+    """Most loops a request may ask for; KV is laid out for it. null: the model's default."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """dummy: random weights of the geometry in config.json, to measure without a checkpoint's weights."""
+    prefill: Literal["auto", "packed", "per_row"] = "auto"
+    """How prompts are computed on CUDA. packed: all tokens of a step in one pass; per_row: each token as a decode row;
+    auto: packed, if it agrees with per_row on fixed prompts at start."""
+    initial_state: Literal["noise", "zeros"] = "noise"
+    """Huginn's state before the first loop where a request names none."""
+
+
+class KVConfig(Section):
+    """The paged KV store; the same for every worker."""
+
+    block_size: Count = 16
+    """Tokens a block."""
+    prefix_cache: Literal["auto", True, False] = "auto"
+    """Whether prefill workers keep prompts' KV and find it again. auto: where KV depends on tokens alone (Ouro)."""
+
+
+class CoordinatorConfig(Section):
+    """The front door."""
+
+    host: Text = "127.0.0.1"
+    """Address to listen on."""
+    port: Port = 50051
+    """Port to listen on; 0: any free one."""
+    queue_limit: Count = 1024
+    """Most requests that wait; past it a request is refused with a retry hint."""
+    default_deadline_s: Seconds = 120.0
+    """Deadline of a request that brought none."""
+
+
+class WorkerGroup(Section):
+    """What prefill and decode workers both have."""
+
+    replicas: Count = 1
+    """Workers of this role that the launcher starts."""
+    device: Device = "cpu"
+    """Where the worker computes and keeps its KV."""
+    num_blocks: Count | None = None
+    """Blocks in each worker's arena; null: what fits."""
+    memory_fraction: Fraction = 0.8
+    """Where num_blocks is null: on a CPU the part of free memory that an arena may take; on CUDA the part of the
+    memory free at start that weights, workspace and arena may take together."""
+    max_arena_bytes: Count | None = None
+    """Most bytes of an arena where num_blocks is null; null: no further limit."""
+    max_running: Count = 32
+    """Most requests that hold blocks of one worker at once."""
+    max_waiting: Count = 1024
+    """Most requests that wait for blocks in one worker."""
+    chunk_tokens: Count = 256
+    """Most prompt tokens of one request in one step; a multiple of kv.block_size."""
+    max_token_loops: Count = 8192
+    """Most token-loops (tokens x depth) in one step."""
+    deterministic: bool = True
+    """On the CPU: a token's result depends neither on its batch nor on where it was computed."""
+    num_threads: Count = 1
+    """Threads of a CPU worker; more than 1 only where deterministic is false."""
+    cuda_graphs: bool = True
+    """On CUDA: replay decode and prompt steps as graphs; false: launch their kernels one by one."""
+    steps_ahead: Literal[0, 1] | None = None
+    """Steps that are planned and queued before the oldest one is waited for; null: 1 on CUDA, 0 on a CPU."""
+
+
+class PrefillConfig(WorkerGroup):
+    """Workers that compute prompts."""
+
+    max_running: Count = 4
+    """Most requests that hold blocks of one worker at once."""
+
+
+class DecodeConfig(WorkerGroup):
+    """Workers that generate tokens."""
+
+    growth_share: Share = 1.0
+    """Part of an answer's possible growth that is promised when it is let in; below 1 more answers run at once, and the
+    youngest may be preempted and computed again."""
+
+
+class TransferConfig(Section):
+    """How KV moves from prefill to decode workers."""
+
+    backend: Literal["nixl"] = "nixl"
+    """The transport."""
+    error_mode: Literal["peer", "none"] = "peer"
+    """UCX error handling of every link: peer sees a lost peer at once."""
+    ucx: dict[UcxName, str] = Field(default_factory=dict)
+    """Extra UCX settings, UCX_NAME: value, set in each worker before its agent starts."""
+    poll_interval_s: Seconds = 0.0003
+    """Pause of the transfer thread between polls that found nothing; eight times as long after ten quiet seconds."""
+    push_timeout_s: Seconds = 30.0
+    """A push that is not done by then has failed."""
+    in_flight_limit_bytes: Count = 2 * 2**30
+    """Most bytes on their way from one prefill worker; past it no new chunk is begun."""
+    peer_share: Fraction = 0.5
+    """Part of those bytes that may be on their way to one decode worker."""
+    max_push_bytes: Count = 256 * 2**20
+    """Most bytes of one push, if a block is not larger."""
+
+
+class MembershipConfig(Section):
+    """Who belongs to the cluster, and how workers leave it."""
+
+    lease_s: Seconds = 3.0
+    """A worker that was not heard of for this long is lost."""
+    drain_limit_s: Seconds = 10.0
+    """How long running requests may take to finish when the process that has them is told to leave."""
+
+
+class LauncherConfig(Section):
+    """Who starts the workers."""
+
+    kind: Literal["local"] = "local"
+    """local: processes on this machine."""
+    host: Text = "127.0.0.1"
+    """This machine's address at which the workers that it starts listen and are reached by other workers."""
+    restart: Literal["always", "never"] = "always"
+    """Whether a worker that ended by itself is started again."""
+
+
+class RoutingConfig(Section):
+    """Which workers run a request."""
+
+    policy: Literal["least_work"] = "least_work"
+    """least_work: the workers with the least queued work, in token-loops."""
+    local_prefill_below_tokens: Literal[0] = 0
+    """Prompts with fewer uncached tokens are prefilled on the decode worker itself; 0, the only value yet: none."""
+
+
+class TelemetryConfig(Section):
+    """What processes say of themselves."""
+
+    log_format: Literal["text", "json"] = "text"
+    """Lines for people, or one JSON object a line with the request's internal id as a field."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least serious lines that are written."""
+    metrics_port: Port | None = None
+    """Port at which the coordinator serves Prometheus metrics at /metrics, on coordinator.host; null: none, 0: any free
+    one, named in its log."""
+
+
+class LimitsConfig(Section):
+    """Bounds on messages."""
+
+    max_message_bytes: MessageBytes = 16 * 2**20
+    """Largest gRPC message, both ways."""

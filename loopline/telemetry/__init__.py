@@ -1,0 +1,1 @@
+"""What a process says of itself: its log, and counts that a monitoring system scrapes."""
