@@ -59,13 +59,16 @@ _SHAPES = {
     "nth": _WHOLE,
     "times": _WHOLE,
     "seconds": "a number, above 0",
+    "rate": "a number, above 0, at most 1",
+    "seed": "a whole number, at least 0",
     "message": "the name of a message's type",
 }
 _Fault = tuple[str, object, str]
 
 
 class FaultConfig(BaseModel):
-    """One fault: `worker` does `do` when it gets to `at`. Frozen, no unknown keys, no silent conversion."""
+    """One fault: `worker` does `do` when it gets to `at`, or again and again at `rate`. Frozen, no unknown keys, no
+    silent conversion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -83,6 +86,10 @@ class FaultConfig(BaseModel):
     """How long a delay lasts."""
     message: str | None = None
     """The type of message that is meant."""
+    rate: Annotated[float, Field(gt=0, le=1)] | None = None
+    """In place of `at` and `times`: the probability with which each push, notice or message of the type is met."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Where a rate is given: the same seed draws the same pushes, notices or messages."""
 
     def settings(self) -> FaultSettings:
         """What the worker's parts need of it."""
@@ -94,6 +101,8 @@ class FaultConfig(BaseModel):
             times=self.times,
             seconds=self.seconds or 0.0,
             message=self.message or "",
+            rate=self.rate or 0.0,
+            seed=self.seed,
         )
 
 
@@ -154,6 +163,9 @@ def _wrong(fault: FaultConfig, role: str) -> _Fault | None:
         return "nth", fault.nth, "1, or more where `at` is a state"
     if fault.do == "kill" and fault.times != 1:
         return "times", fault.times, "1 (for kill)"
+    wrong_rate = _wrong_rate(fault)
+    if wrong_rate is not None:
+        return wrong_rate
     if (fault.seconds is None) == (fault.do in TIMED_KINDS):
         wanted = "a number, above 0" if fault.do in TIMED_KINDS else "null"
         return "seconds", fault.seconds, f"{wanted} (for {fault.do})"
@@ -161,6 +173,18 @@ def _wrong(fault: FaultConfig, role: str) -> _Fault | None:
         return "message", fault.message, f"{', '.join(MESSAGES[role])} (of a {role} worker)"
     if fault.do not in MESSAGE_KINDS and fault.message is not None:
         return "message", fault.message, f"null (for {fault.do})"
+    return None
+
+
+def _wrong_rate(fault: FaultConfig) -> _Fault | None:
+    """The same of a fault's rate, and of the keys that a rate takes the place of."""
+    if fault.rate is None:
+        return None if "seed" not in fault.model_fields_set else ("seed", fault.seed, "a key where a rate is given")
+    if fault.do in PROCESS_KINDS:
+        return "rate", fault.rate, f"null (for {fault.do})"
+    for key in ("at", "times"):
+        if key in fault.model_fields_set:
+            return key, getattr(fault, key), "no such key where a rate is given"
     return None
 
 

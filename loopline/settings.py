@@ -1,6 +1,7 @@
 """Frozen slices of configuration, one per object that takes one. Standard library only, so that the engine runs without
 pydantic; `loopline.config` validates a cluster YAML and makes these from it."""
 
+import random
 from dataclasses import dataclass
 
 
@@ -99,9 +100,15 @@ class FaultSettings:
     """How long a delay lasts."""
     message: str = ""
     """The type of message that is meant."""
+    rate: float = 0.0
+    """Above 0: each event is met with this probability, and `at` and `times` mean nothing."""
+    seed: int = 0
+    """Of the draws where a rate is given."""
 
     def is_due(self, number: int) -> bool:
-        """Whether event `number` is met by it."""
+        """Whether event `number` is met by it: the same answer whenever and in whatever order it is asked."""
+        if self.rate:
+            return random.Random(f"{self.seed} {self.do} {self.message} {number}").random() < self.rate
         return self.at <= number < self.at + self.times
 
 

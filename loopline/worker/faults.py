@@ -140,6 +140,9 @@ class _FaultyCore:
 def _words(fault: FaultSettings) -> str:
     """One fault as a person reads it."""
     what = f"{fault.do} {fault.message}" if fault.message else fault.do
+    lasts = f" for {fault.seconds:g} s" if fault.seconds else ""
+    if fault.rate:
+        return f"{what} at a rate of {fault.rate:g}{lasts}"
     last = f" to {fault.at + fault.times - 1}" if fault.times > 1 else ""
     where = f"{fault.state} {fault.at}" if fault.state else str(fault.at)
-    return f"{what} at {where}{last}" + (f" for {fault.seconds:g} s" if fault.seconds else "")
+    return f"{what} at {where}{last}{lasts}"

@@ -219,6 +219,24 @@ def test_notices_that_are_lost_repeated_or_swapped(make_pair: MakePair, kind: st
     assert all(pair.has_bytes(number) for number in (1, 2, 3, 4))
 
 
+def test_pushes_and_notices_at_a_rate(make_pair: MakePair) -> None:
+    failing, lost = FaultSettings(do="fail_push", rate=0.3), FaultSettings(do="drop_notice", rate=0.3, seed=1)
+    pair = make_pair(failing, lost)
+    posted = []
+    for number in range(1, 61):
+        if failing.is_due(number):
+            with pytest.raises(TransferError, match=f"push {number}"):
+                pair.push(number)
+        else:
+            assert pair.finish(pair.push(number)).state is HandleState.DONE
+            posted.append(number)
+    pair.turn()
+    assert 30 < len(posted) < 55
+    expected = [pair.notice(number) for place, number in enumerate(posted, 1) if not lost.is_due(place)]
+    assert pair.heard() == expected
+    assert 15 < len(expected) < len(posted)
+
+
 def test_warm_ups_are_not_counted(make_pair: MakePair) -> None:
     pair = make_pair(FaultSettings(do="drop_push", at=1), FaultSettings(do="drop_notice", at=1))
     assert pair.finish(pair.push(1, WARM_UP_NOTICE)).state is HandleState.DONE

@@ -26,6 +26,7 @@ from loopline.worker.main import parse_worker_arguments
 from tests.unit.worker.clocks import OwnClock
 
 KEY = HandoffKey("r", 1)
+RATE: dict[str, object] = {"worker": "decode-0", "do": "drop_notice", "rate": 0.5}
 
 
 def write(folder: Path, *faults: object) -> str:
@@ -49,14 +50,19 @@ def test_each_worker_gets_its_own_faults(tmp_path: Path) -> None:
         {"worker": "decode-0", "do": "drop_message", "message": "Granted"},
         {"worker": "decode-0", "do": "kill", "at": "bound", "nth": 2},
         {"worker": "decode-0", "do": "freeze", "at": 7},
+        {"worker": "prefill-0", "do": "drop_push", "rate": 0.05, "seed": 3},
     )
-    assert parse(path, "prefill") == (FaultSettings(do="delay_push", at=2, seconds=1.5, times=3),)
+    assert parse(path, "prefill") == (
+        FaultSettings(do="delay_push", at=2, seconds=1.5, times=3),
+        FaultSettings(do="drop_push", rate=0.05, seed=3),
+    )
     assert parse(path, "decode") == (
         FaultSettings(do="drop_message", message="Granted"),
         FaultSettings(do="kill", at=2, state="bound"),
         FaultSettings(do="freeze", at=7),
     )
     assert parse(path, "decode", "--without-faults") == ()
+    assert parse(path, "prefill", "--without-faults") == (FaultSettings(do="drop_push", rate=0.05, seed=3),)
 
 
 def test_there_are_none_by_default(tmp_path: Path) -> None:
@@ -94,6 +100,16 @@ def test_there_are_none_by_default(tmp_path: Path) -> None:
         ),
         ({"worker": "decode-0"}, "faults.0.do is missing; needed: fail_push, "),
         ({"worker": "decode-0", "do": "kill", "when": 1}, "faults.0.when: no such key; allowed: worker, do, at, "),
+        (RATE | {"rate": 0.0}, "faults.0.rate is 0.0; allowed: a number, above 0, at most 1"),
+        (RATE | {"rate": 1.5}, "faults.0.rate is 1.5; allowed: a number, above 0, at most 1"),
+        (RATE | {"rate": "often"}, "faults.0.rate is 'often'; allowed: a number, above 0, at most 1"),
+        (RATE | {"seed": -1}, "faults.0.seed is -1; allowed: a whole number, at least 0"),
+        (RATE | {"seed": 1.5}, "faults.0.seed is 1.5; allowed: a whole number, at least 0"),
+        (RATE | {"at": 1}, "faults.0.at is 1; allowed: no such key where a rate is given"),
+        (RATE | {"times": 2}, "faults.0.times is 2; allowed: no such key where a rate is given"),
+        (RATE | {"nth": 2}, "faults.0.nth is 2; allowed: 1, or more where"),
+        (RATE | {"do": "kill"}, "faults.0.rate is 0.5; allowed: null (for kill)"),
+        (RATE | {"rate": None, "seed": 1}, "faults.0.seed is 1; allowed: a key where a rate is given"),
         ("kill", "faults.0 is 'kill'; allowed: a mapping with the keys worker, "),
     ],
 )
@@ -123,6 +139,21 @@ def test_the_words_are_those_of_the_tables_and_messages() -> None:
     assert spoken - named == {"Register", "Welcome", "Rejected", "Heartbeat"}
     assert named <= spoken
     assert KINDS.keys() == STATES.keys() == MESSAGES.keys()
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5, 1.0])
+def test_a_rate_meets_that_part_of_all_events(rate: float) -> None:
+    def met(seed: int, do: str = "drop_message", message: str = "Granted") -> list[int]:
+        fault = FaultSettings(do=do, message=message, rate=rate, seed=seed)
+        numbers = [number for number in range(1, 10_001) if fault.is_due(number)]
+        assert numbers == [number for number in reversed(range(1, 10_001)) if fault.is_due(number)][::-1]
+        return numbers
+
+    assert len(met(0)) == pytest.approx(10_000 * rate, rel=0.1)
+    assert met(0) == met(0)
+    if rate < 1:
+        draws = [met(0), met(1), met(0, do="repeat_message"), met(0, message="Reserved")]
+        assert all(draws.count(draw) == 1 for draw in draws)
 
 
 # ---- what is done with it --------------------------------------------------------------------------------------------
@@ -156,9 +187,11 @@ def test_a_worker_names_its_faults_at_the_start(caplog: pytest.LogCaptureFixture
             FaultSettings(do="delay_push", at=2, times=2, seconds=1.5),
             FaultSettings(do="drop_message", message="Granted"),
             FaultSettings(do="kill", at=3, state="bound"),
+            FaultSettings(do="delay_push", rate=0.05, seconds=0.5),
         )
     (record,) = caplog.records
-    expected = "delay_push at 2 to 3 for 1.5 s; drop_message Granted at 1; kill at bound 3"
+    expected = "delay_push at 2 to 3 for 1.5 s; drop_message Granted at 1; kill at bound 3; "
+    expected += "delay_push at a rate of 0.05 for 0.5 s"
     assert record.getMessage() == f"decode-0 commits faults on purpose: {expected}"
 
 
@@ -220,6 +253,16 @@ def test_messages_that_are_lost_repeated_or_swapped(kind: str, expected: list[Wo
     for message in sent:
         send(message)
     assert heard == expected
+
+
+def test_messages_at_a_rate() -> None:
+    heard: list[WorkerMessage] = []
+    fault = FaultSettings(do="drop_message", message="PairReady", rate=0.5)
+    send = Signals().faults(fault).messages(heard.append)
+    for number in range(1, 41):
+        send(ready(number))
+    assert heard == [ready(number) for number in range(1, 41) if not fault.is_due(number)]
+    assert 5 < len(heard) < 35
 
 
 def test_each_direction_counts_for_itself() -> None:
