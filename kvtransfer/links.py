@@ -45,8 +45,9 @@ class Links:
     """Every link of one agent, by the peer's agent name.
 
     Invariants: a peer is added once until its link is removed; a link is ready only after a warm-up write whose handle
-    is DONE. A broken link is removed only when it is made anew and nothing is in flight over it, because removing it
-    fails every handle. Warm-up writes go from null block to null block, so they disturb nobody.
+    is DONE. A broken link is removed only when it is made anew and nothing is in flight over it that is not past its
+    deadline, because removing it fails every handle. Warm-up writes go from null block to null block, so they disturb
+    nobody.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class Links:
         emit: Callable[[Event], None],
         is_writing: Callable[[str], bool],
     ) -> None:
-        """`timeout_s`: how long a warm-up write may take. `is_writing` says whether a push is in flight to an agent."""
+        """`timeout_s`: how long a warm-up write may take. `is_writing` says whether a push is in flight to an agent and
+        not past its deadline."""
         self._agent = agent
         self._region = region
         self._timeout_s = timeout_s
@@ -82,7 +84,7 @@ class Links:
 
     def connect(self, command: ConnectPeer) -> None:
         """Add and warm up, or repeat the answer of a link that is ready. A broken one is made anew as soon as nothing
-        is in flight over it."""
+        is in flight over it but what is past its deadline."""
         name = command.peer.worker.agent_name
         known = self._links.get(name)
         if known is not None and known.is_broken:

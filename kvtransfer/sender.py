@@ -282,4 +282,5 @@ class Sender:
                     pass
 
     def _is_writing(self, agent_name: str) -> bool:
-        return any(flight.link.agent_name == agent_name for flight in self._flights)
+        """Is a push to it in flight that may still end well? One past its deadline would hold up the link for ever."""
+        return any(flight.link.agent_name == agent_name and not flight.is_late for flight in self._flights)

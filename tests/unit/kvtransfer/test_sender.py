@@ -4,7 +4,7 @@ can be made to fail. No other process, no waiting."""
 import numpy as np
 import pytest
 
-from kvtransfer.agent import Handle, HandleState, HandleStatus
+from kvtransfer.agent import PENDING, Handle, HandleState, HandleStatus
 from kvtransfer.commands import (
     Close,
     CloseReport,
@@ -200,6 +200,30 @@ def test_a_broken_link_takes_no_handoff_until_it_is_made_anew() -> None:
     assert bench.agent.poll(slow).state is HandleState.PENDING  # making it anew would have failed this one
     bench.rounds(4)
     assert [type(event) for event in bench.take()] == [CloseReport, PeerConnected]
+
+
+def test_a_push_that_never_ends_holds_up_a_broken_link_no_longer_than_its_deadline() -> None:
+    bench = Bench()
+    other = HandoffKey("s", 0)
+    bench.open(1)
+    bench.open(2, other)
+    bench.break_handle(bench.push(0))
+    endless = bench.push(1, other)
+    bench.agent.broken[endless] = PENDING
+    bench.rounds(4)
+    bench.take()
+    bench.sender.connect(ConnectPeer(TARGET, bench.target.metadata(), bench.regions[1]))
+    bench.rounds(4)
+    assert bench.take() == []
+    bench.clock.time_s += TIMEOUT_S + 1
+    bench.rounds(4)
+    late, connected = bench.take()
+    assert (type(late), type(connected)) == (PushFailed, PeerConnected)
+    bench.break_handle(endless)
+    bench.rounds()
+    assert bench.take() == [CloseReport(other, CloseState.FAILED)]  # and the new link is not broken by it
+    bench.open(1, HandoffKey("t", 0))
+    assert bench.take() == []
 
 
 def test_a_warm_up_without_an_answer_fails_and_can_be_tried_again() -> None:
