@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coordinator.effects import Assigned, Send
-from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, host_of
+from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, host_of, is_loopback
 from loopline.identity import Capacity, Role, WorkerId, WorkerLoad, WorkerState
 from loopline.messages import Heartbeat, Pair, PairFailed, PairReady, PeerGone, Register
 
@@ -98,8 +98,11 @@ class Registry:
                 return Refused(f"{reason}, by its lease", retry=True)
             superseded = namesake.worker
         member = _Member(register, now_s)
-        self._report_group(member, superseded)
         others = [other for other in self._alive.values() if other.worker != superseded]
+        unreachable = _address_fault(member, others)
+        if unreachable is not None:
+            return Refused(f"worker {peer.name}: {unreachable}", retry=False)
+        self._report_group(member, superseded)
         self._alive[peer.worker] = member
         gone = [other for other in self._lost.values() if other.proven and _may_pair(member, other)]
         commands = [Send(member.worker, PeerGone(other.worker, proven=True)) for other in gone]
@@ -243,6 +246,17 @@ def _state(member: _Member, is_paired: bool) -> WorkerState:
 
 def _may_pair(one: _Member, other: _Member) -> bool:
     return one.register.role is not other.register.role and one.register.fingerprint == other.register.fingerprint
+
+
+def _address_fault(member: _Member, others: list[_Member]) -> str | None:
+    """Why it could never be paired with one of them: either is reached from its own machine only."""
+    mine = member.register.peer.address
+    for other in others:
+        theirs = other.register.peer.address
+        if _pair(member, other) and is_loopback(mine) is not is_loopback(theirs):
+            name = other.register.peer.name
+            return f"address is {mine} and that of {name} {theirs}; allowed: loopback for all workers, or for none"
+    return None
 
 
 def _is_pair(prefill: _Member, decode: _Member) -> bool:

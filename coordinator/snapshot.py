@@ -1,5 +1,6 @@
 """The cluster at one moment, as frozen records: what the router decides on and what GetStatus shows. No I/O."""
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -87,6 +88,15 @@ class ClusterSnapshot:
 def host_of(address: str) -> str:
     """The host in HOST:PORT, without the brackets of IPv6."""
     return address.rpartition(":")[0].strip("[]")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether HOST:PORT is reached from its own machine only. A name other than localhost is taken for another's."""
+    host = host_of(address)
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _with_row(view: WorkerView, row: Assigned | None) -> WorkerView:
