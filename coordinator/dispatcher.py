@@ -59,6 +59,7 @@ class Dispatcher:
         lease_s: float,
         queue_limit: int,
         limits: Limits,
+        rate_floor_bytes_per_s: float | None = None,
         probe_params: SamplingParams,
         probe_token_id: int,
     ) -> None:
@@ -70,7 +71,7 @@ class Dispatcher:
         self._clock = clock
         self._limits = limits
         self._tracker = Tracker(clock)
-        self._registry = Registry(lease_s)
+        self._registry = Registry(lease_s, rate_floor_bytes_per_s)
         self.metrics = CoordinatorMetrics(self._tracker.ignored)
         self._queue = RequestQueue(queue_limit)
         self._workers: dict[WorkerId, WorkerStream] = {}

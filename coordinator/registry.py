@@ -57,8 +57,10 @@ class _Member:
 class Registry:
     """Workers by WorkerId, in order of joining."""
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, rate_floor_bytes_per_s: float | None = None) -> None:
+        """A link that is slower than the floor is used, with a warning."""
         self._lease_s = lease_s
+        self._rate_floor = rate_floor_bytes_per_s
         self._alive: dict[WorkerId, _Member] = {}
         self._lost: dict[WorkerId, _Member] = {}
 
@@ -187,8 +189,18 @@ class Registry:
         member, decode = self._alive[worker], self._alive.get(message.decode)
         if decode is None or not _is_pair(member, decode):
             return False
-        name = decode.register.peer.name
-        member.links[message.decode] = Link(message.decode, name, message.transport, message.bytes_per_s)
+        name, rate = decode.register.peer.name, message.bytes_per_s
+        is_slow = self._rate_floor is not None and rate < self._rate_floor
+        if is_slow:
+            _LOG.warning(
+                "pair %s -> %s is slow: %.4g bytes/s over %s, the floor is %d",
+                member.register.peer.name,
+                name,
+                rate,
+                message.transport,
+                self._rate_floor,
+            )
+        member.links[message.decode] = Link(message.decode, name, message.transport, rate, is_slow)
         member.failed_pairs.pop(message.decode, None)
         return True
 

@@ -123,7 +123,9 @@ def _worker(view: WorkerView) -> Any:
         epoch=view.worker.epoch,
         heartbeat_age_s=view.heartbeat_age_s,
         links=[
-            loopline_pb2.Link(peer=link.decode_name, transport=link.transport, bytes_per_s=link.bytes_per_s)
+            loopline_pb2.Link(
+                peer=link.decode_name, transport=link.transport, bytes_per_s=link.bytes_per_s, is_slow=link.is_slow
+            )
             for link in view.links
         ],
     )
@@ -133,4 +135,6 @@ def _worker(view: WorkerView) -> Any:
         message.blocks.CopyFrom(convert.to_proto(load.blocks))
         message.handoffs.update(dict(load.handoffs))
         message.ignored.update(dict(load.ignored))
+        if load.budget is not None:
+            message.budget.CopyFrom(convert.to_proto(load.budget))
     return message

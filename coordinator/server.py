@@ -65,6 +65,7 @@ def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock) -> Di
             max_loops=max_loops,
             arena_tokens=spec.context_tokens,
         ),
+        rate_floor_bytes_per_s=config.transfer.rate_floor_bytes_per_s,
         probe_params=probe,
         probe_token_id=spec.bos_id or 0,
     )

@@ -16,6 +16,7 @@ class Link:
     decode_name: str
     transport: str
     bytes_per_s: float
+    is_slow: bool  # under the configured floor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvtransfer.commands import Push
 from loopline.errors import InvariantBroken
-from loopline.identity import HandoffKey
+from loopline.identity import BudgetCounts, HandoffKey
 from loopline.settings import TransferSettings
 
 MAX_PASSES = 8
@@ -46,16 +46,6 @@ class WaitingPush:
     peer: str
     num_bytes: int
     since_s: float
-
-
-@dataclass(frozen=True)
-class BudgetCounts:
-    """For metrics. `waited_s`: for how long pushes have waited, summed over all that wait no more."""
-
-    in_flight_bytes: int
-    limit_bytes: int
-    num_waiting: int
-    waited_s: float
 
 
 class PushBudget:

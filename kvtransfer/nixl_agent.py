@@ -4,6 +4,7 @@ NIXL raises where other libraries return an error, has no timeout of its own, an
 The progress thread stays off (it spins a core per agent), so `poll` and `take_notices` must be called all the time.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,22 @@ from kvtransfer.manifest import Descriptors
 from loopline.errors import TransferError
 from loopline.settings import TransferSettings
 
+logger = logging.getLogger(__name__)
 _BACKEND = "UCX"
+
+
+def choose_error_mode(asked: str, memory_kind: str) -> tuple[str, str]:
+    """UCX's error handling for an agent whose arena is in `memory_kind`, and why: (peer or none, words).
+
+    `peer` sees a lost peer at once, but leaves out UCX's shared-memory and CUDA-IPC lanes, so device memory between
+    workers of one host would go over tcp. NIXL takes one mode for an agent, when its backend is made and no peer is
+    known yet, so what decides is the memory and not the link.
+    """
+    if asked != "auto":
+        return asked, "as configured"
+    if memory_kind == "VRAM":
+        return "none", "device memory, which peer mode would move over tcp to a worker of the same host"
+    return "peer", "host memory"
 
 
 class NixlAgent:
@@ -24,16 +40,19 @@ class NixlAgent:
     Invariants: a peer is added once; a handle is released once; errors of NIXL leave as TransferError or as FAILED.
     """
 
-    def __init__(self, name: str, settings: TransferSettings) -> None:
-        """Raises TransferError when NIXL or its UCX backend cannot be started."""
+    def __init__(self, name: str, settings: TransferSettings, memory_kind: str = "DRAM") -> None:
+        """`memory_kind`: of what will be registered. Raises TransferError when NIXL or its UCX backend cannot be
+        started."""
+        mode, why = choose_error_mode(settings.error_mode, memory_kind)
         _set_environment(settings)  # UCX reads it when the backend is made
         try:
             from nixl._api import nixl_agent, nixl_agent_config
 
             self._agent: Any = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=[]))
-            self._agent.create_backend(_BACKEND, {"ucx_error_handling_mode": settings.error_mode})
+            self._agent.create_backend(_BACKEND, {"ucx_error_handling_mode": mode})
         except Exception as error:
             raise TransferError(f"NIXL cannot start agent {name}: {_text(error)}") from error
+        logger.info("transfer error mode %s -> %s: %s", settings.error_mode, mode, why)
         self._name = name
         self._registrations: list[Any] = []
         self._peers: dict[str, bytes] = {}

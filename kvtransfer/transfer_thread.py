@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvtransfer.agent import TransferAgent
-from kvtransfer.budget import BudgetCounts, BudgetLimits
+from kvtransfer.budget import BudgetLimits
 from kvtransfer.commands import (
     Close,
     Command,
@@ -29,7 +29,7 @@ from kvtransfer.region import ArenaSpan, RegisteredRegion
 from kvtransfer.sender import Sender
 from loopline.clock import Clock
 from loopline.errors import InvariantBroken, TransferError
-from loopline.identity import RegionManifest, WorkerId
+from loopline.identity import BudgetCounts, RegionManifest, WorkerId
 from loopline.messages import PushNotice
 from loopline.settings import TransferSettings
 

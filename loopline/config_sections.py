@@ -118,8 +118,9 @@ class TransferConfig(Section):
 
     backend: Literal["nixl"] = "nixl"
     """The transport."""
-    error_mode: Literal["peer", "none"] = "peer"
-    """UCX error handling of every link: peer sees a lost peer at once."""
+    error_mode: Literal["auto", "peer", "none"] = "auto"
+    """UCX error handling of every link. peer: a lost peer is seen at once; none: UCX may use all its transports; auto:
+    none for a worker on CUDA, else peer."""
     ucx: dict[UcxName, str] = Field(default_factory=dict)
     """Extra UCX settings, UCX_NAME: value, set in each worker before its agent starts."""
     poll_interval_s: Seconds = 0.0003
@@ -130,6 +131,8 @@ class TransferConfig(Section):
     """Most bytes on their way from one prefill worker; past it no new chunk is begun."""
     peer_share: Fraction = 0.5
     """Part of those bytes that may be on their way to one decode worker."""
+    rate_floor_bytes_per_s: Count | None = None
+    """A link whose warm-up was slower is used, with a warning that names it; null: no floor."""
     max_push_bytes: Count = 256 * 2**20
     """Most bytes of one push, if a block is not larger."""
 

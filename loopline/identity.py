@@ -135,6 +135,17 @@ class Capacity:
 
 
 @dataclass(frozen=True)
+class BudgetCounts:
+    """A prefill worker's budget of bytes in flight. `waited_s`: for how long pushes have waited, summed over all that
+    wait no more."""
+
+    in_flight_bytes: int
+    limit_bytes: int
+    num_waiting: int
+    waited_s: float
+
+
+@dataclass(frozen=True)
 class WorkerLoad:
     """A worker's state in a heartbeat; room is derived from this and from nothing else."""
 
@@ -147,3 +158,4 @@ class WorkerLoad:
     blocks: BlockCounts
     handoffs: tuple[tuple[str, int], ...]  # (state, count)
     ignored: tuple[tuple[str, int], ...]  # (cause, count) of messages that were ignored
+    budget: BudgetCounts | None = None  # a prefill worker's

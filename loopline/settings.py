@@ -71,8 +71,8 @@ class TransferSettings:
 
     backend: str = "nixl"
     """nixl, or local (in-process; tests and one-process runs)."""
-    error_mode: str = "peer"
-    """UCX error handling of every link: peer or none."""
+    error_mode: str = "auto"
+    """UCX error handling of every link: peer, none, or auto: none where the arena is device memory, else peer."""
     ucx: tuple[tuple[str, str], ...] = ()
     """Extra UCX settings as (name, value), put into the environment before the agent is made."""
     poll_interval_s: float = 0.0003

@@ -63,7 +63,7 @@ class _Writer:
         self.blocks = fresh_blocks(side.settings.num_blocks, CHUNKS * self._blocks_of_chunk)
         me, transfer = WorkerId(str(uuid.uuid4()), 1), side.settings.transfer
         self._thread = TransferThread(
-            lambda: NixlAgent(me.agent_name, transfer),
+            lambda: NixlAgent(me.agent_name, transfer, side.span.memory_kind),
             side.span,
             settings=transfer,
             codec=CODEC,

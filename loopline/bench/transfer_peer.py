@@ -101,7 +101,7 @@ class _Target:
         side.agent.close()
         transfer = side.settings.transfer
         self._thread = TransferThread(
-            lambda: NixlAgent(name, transfer),
+            lambda: NixlAgent(name, transfer, side.span.memory_kind),
             side.span,
             settings=transfer,
             codec=CODEC,

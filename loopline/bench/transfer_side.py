@@ -103,7 +103,7 @@ class Side:
         _bytes_of(self.arena).view(torch.int64).random_(generator=torch.Generator(device).manual_seed(seed))
         self._synchronize()
         self.span = span_of(self.arena)
-        self.agent = NixlAgent(settings.name, settings.transfer)
+        self.agent = NixlAgent(settings.name, settings.transfer, self.span.memory_kind)
         self.region = RegisteredRegion(self.agent, self.span).manifest
         self._clock = MonotonicClock()
         self._hot_until_s = 0.0

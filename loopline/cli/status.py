@@ -13,6 +13,7 @@ from rich.table import Table
 
 from loopline.cli.options import Address, Json
 from loopline.client import Client, ClusterStatus, WorkerInfo
+from loopline.identity import BudgetCounts
 
 _FILE_WIDTH = 160  # of what is not a terminal
 
@@ -35,7 +36,7 @@ def status(
         if not console.is_terminal:
             console.width = _FILE_WIDTH
         console.print(_table(found))
-        for line in _details(found):
+        for line in details(found):
             console.print(line)
         serving = "serving" if found.serving else "not serving"
         console.print(
@@ -70,14 +71,31 @@ def _table(found: ClusterStatus) -> Table:
     return table
 
 
-def _details(found: ClusterStatus) -> Iterator[str]:
+def details(found: ClusterStatus) -> Iterator[str]:
+    """What the table has no room for: links, bytes in flight and handoffs, a line each."""
     for worker in found.workers:
         for link in worker.links:
             rate = f"{link.bytes_per_s / 2**20:,.0f} MiB/s"
-            yield f"{worker.name} to {link.peer}: {link.transport}, {rate} when it was warmed up"
+            mark = " (SLOW: under the configured floor)" if link.is_slow else ""
+            yield f"{worker.name} to {link.peer}: {link.transport}, {rate} when it was warmed up{mark}"
+        if worker.budget is not None:
+            yield f"{worker.name}: {_budget(worker.budget)}"
         handoffs = ", ".join(f"{count} {state}" for state, count in worker.handoffs.items() if count)
         if handoffs:
             yield f"{worker.name} handoffs: {handoffs}"
+
+
+def _budget(budget: BudgetCounts) -> str:
+    words = f"in flight {_size(budget.in_flight_bytes)} of {_size(budget.limit_bytes)}, waited {budget.waited_s:.1f} s"
+    waiting = f", {budget.num_waiting} pushes wait" if budget.num_waiting else ""
+    return words + waiting
+
+
+def _size(num_bytes: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes} B"
 
 
 def _blocks(worker: WorkerInfo) -> str:

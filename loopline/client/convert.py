@@ -1,6 +1,7 @@
 """The public API's messages <-> the client's records, statuses -> errors. Both clients share it."""
 
 import dataclasses
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -146,7 +147,15 @@ def record_of(kind: type[R], message: Any) -> R:
     """The record whose fields have the message's names."""
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(typing.cast(Any, kind))]
-    return kind(**{name: _value(hints[name], getattr(message, name)) for name in names})
+    return kind(**{name: _maybe_value(hints[name], message, name) for name in names})
+
+
+def _maybe_value(hint: Any, message: Any, name: str) -> Any:
+    """None where the field's record may be missing and is."""
+    if typing.get_origin(hint) not in (typing.Union, types.UnionType):
+        return _value(hint, getattr(message, name))
+    present = next(option for option in typing.get_args(hint) if option is not types.NoneType)
+    return _value(present, getattr(message, name)) if message.HasField(name) else None
 
 
 def _value(hint: Any, value: Any) -> Any:

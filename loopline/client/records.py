@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loopline.identity import BlockCounts
+from loopline.identity import BlockCounts, BudgetCounts
 from loopline.messages import HandoffStats
 from loopline.request import FinishReason, Route, Timing, TokenLogprobs, Usage
 
@@ -98,11 +98,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkInfo:
-    """A prefill worker's link to a decode worker, as its warm-up measured it."""
+    """A prefill worker's link to a decode worker, as its warm-up measured it. `is_slow`: under the configured floor."""
 
     peer: str
     transport: str
     bytes_per_s: float
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +125,8 @@ class WorkerInfo:
     step: int
     heartbeat_age_s: float
     links: tuple[LinkInfo, ...]
+    budget: BudgetCounts | None = None
+    """Of bytes in flight; a prefill worker's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Protocol
 
 from loopline.engine.engine import Engine
-from loopline.identity import BlockCounts, WorkerLoad
+from loopline.identity import BlockCounts, BudgetCounts, WorkerLoad
 from loopline.sched.plan import StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -95,6 +95,8 @@ class EngineListener:
     """The thread has ended with this error."""
     transfer_ignored: Callable[[], Pairs]
     """Asked for what the transfer thread has ignored."""
+    transfer_budget: Callable[[], BudgetCounts | None] = lambda: None
+    """Asked for the budget of bytes in flight, of a worker that has one."""
 
 
 class EngineThread:
@@ -179,6 +181,7 @@ class EngineThread:
             blocks=ledger.counts(),
             handoffs=self._core.handoffs(),
             ignored=tuple(sorted(ignored.items())),
+            budget=self._listener.transfer_budget(),
         )
 
 

@@ -183,7 +183,7 @@ def _load(settings: WorkerSettings, policy: RolePolicy, agent_name: str, faults:
     )
 
     def make_agent() -> TransferAgent:
-        agent = NixlAgent(agent_name, settings.transfer)
+        agent = NixlAgent(agent_name, settings.transfer, span.memory_kind)
         return agent if faults is None else faults.agent(agent)
 
     transfer = TransferThread(
@@ -241,7 +241,8 @@ class _Worker:
             entered=no_fault if faults is None else faults.entered,
         )
         self._parts = build_role(context)
-        listener = EngineListener(self._on_settled, self._on_engine_failed, loaded.transfer.ignored)
+        budget = loaded.transfer.budget_counts if settings.role == Role.PREFILL else lambda: None
+        listener = EngineListener(self._on_settled, self._on_engine_failed, loaded.transfer.ignored, budget)
         core = self._parts.core if faults is None else faults.core(self._parts.core)
         self._engine_thread = EngineThread(engine, core, loaded.inbox, self._board, listener)
         self._take = self._on_message if faults is None else faults.messages(self._on_message)

@@ -129,6 +129,7 @@ def test_status_names_the_workers(cluster: Cluster) -> None:
     assert workers["prefill-0"]["links"][0]["peer"] == "decode-0"
     table = _loopline("status", "--address", cluster.address)
     assert "decode-0" in table.stdout
+    assert "prefill-0: in flight 0 B of 2 GiB, waited " in table.stdout
 
 
 def test_a_taken_port_ends_the_launch_with_the_reason(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from loopline.errors import (
     RequestTooLarge,
     WorkerLost,
 )
+from loopline.identity import BudgetCounts
 from loopline.request import FinishReason, InitialState, TokenLogprob
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import ERROR_KEY, server_options
@@ -71,7 +72,11 @@ class ScriptedServer(loopline_pb2_grpc.LooplineServicer):
         status = loopline_pb2.Status(serving=self.looks_until_serving < 0, queued=1)
         worker = status.workers.add(name="d0", role="decode", pid=12, handoffs={"reserved": 2})
         worker.blocks.free, worker.blocks.total = 3, 5
-        worker.links.add(peer="p0", transport="tcp", bytes_per_s=1e9)
+        worker.links.add(peer="p0", transport="tcp", bytes_per_s=1e9, is_slow=True)
+        worker.budget.MergeFrom(
+            loopline_pb2.BudgetCounts(in_flight_bytes=1, limit_bytes=2, num_waiting=3, waited_s=0.5)
+        )
+        status.workers.add(name="d1", role="decode")
         return status
 
 
@@ -207,7 +212,8 @@ def test_model_and_status(server: tuple[ScriptedServer, str]) -> None:
     assert (model.name, model.vocab_size, model.stop_token_ids) == ("m", 320, (1, 2))
     worker = status.workers[0]
     assert (worker.name, worker.pid, worker.blocks.total, worker.handoffs) == ("d0", 12, 5, {"reserved": 2})
-    assert worker.links[0].transport == "tcp"
+    assert (worker.links[0].transport, worker.links[0].is_slow) == ("tcp", True)
+    assert (worker.budget, status.workers[1].budget) == (BudgetCounts(1, 2, 3, 0.5), None)
     assert asyncio.run(look()) == (model, status)
 
 

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from loopline.cli.main import app, main
 from loopline.cli.options import request_options
-from loopline.cli.status import audit_faults
-from loopline.client import ClusterStatus, WorkerInfo
-from loopline.identity import BlockCounts
+from loopline.cli.status import audit_faults, details
+from loopline.client import ClusterStatus, LinkInfo, WorkerInfo
+from loopline.identity import BlockCounts, BudgetCounts
 from loopline.intake import Chat, RequestOptions
 from loopline.request import InitialState
 
@@ -81,26 +81,37 @@ def test_an_error_is_one_line_and_a_status(
     assert capsys.readouterr().err == f"error: {tmp_path / 'none.yaml'}: no such file\n"
 
 
-def test_an_audit_names_the_worker_that_does_not_add_up() -> None:
-    def worker(name: str, blocks: BlockCounts) -> WorkerInfo:
-        return WorkerInfo(
-            name=name,
-            role="decode",
-            state="ready",
-            pid=1,
-            address="",
-            uuid="",
-            epoch=1,
-            running=0,
-            waiting=0,
-            blocks=blocks,
-            handoffs={},
-            ignored={},
-            step=0,
-            heartbeat_age_s=0.0,
-            links=(),
-        )
+def worker(name: str, blocks: BlockCounts, **more: Any) -> WorkerInfo:
+    values: dict[str, Any] = {"role": "decode", "state": "ready", "pid": 1, "address": "", "uuid": "", "epoch": 1}
+    values |= {
+        "running": 0,
+        "waiting": 0,
+        "handoffs": {},
+        "ignored": {},
+        "step": 0,
+        "heartbeat_age_s": 0.0,
+        "links": (),
+    }
+    return WorkerInfo(name=name, blocks=blocks, **(values | more))
 
+
+def test_an_audit_names_the_worker_that_does_not_add_up() -> None:
     workers = (worker("d0", BlockCounts(1, 2, 3, 4, 10)), worker("d1", BlockCounts(1, 0, 0, 0, 2)))
     status = ClusterStatus(workers=workers, queued=0, running=0, serving=True, epoch=1)
     assert audit_faults(status) == ["d1: free 1 + held 0 + cached 0 + quarantined 0 = 1, total 2"]
+
+
+def test_a_status_shows_links_and_bytes_in_flight() -> None:
+    links = (
+        LinkInfo(peer="d0", transport="ucx:auto", bytes_per_s=2.0**30),
+        LinkInfo(peer="d1", transport="ucx:tcp", bytes_per_s=2.0**20, is_slow=True),
+    )
+    budget = BudgetCounts(12 * 2**20, 2 * 2**30, 3, 0.31)
+    prefill = worker("p0", BlockCounts(1, 0, 0, 0, 1), links=links, budget=budget, handoffs={"open": 2})
+    status = ClusterStatus(workers=(prefill,), queued=0, running=0, serving=True, epoch=1)
+    assert list(details(status)) == [
+        "p0 to d0: ucx:auto, 1,024 MiB/s when it was warmed up",
+        "p0 to d1: ucx:tcp, 1 MiB/s when it was warmed up (SLOW: under the configured floor)",
+        "p0: in flight 12 MiB of 2 GiB, waited 0.3 s, 3 pushes wait",
+        "p0 handoffs: 2 open",
+    ]

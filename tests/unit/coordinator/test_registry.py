@@ -43,6 +43,18 @@ def test_a_pair_makes_both_ready() -> None:
     assert snapshot.arena_tokens() == 64 * 16
 
 
+@pytest.mark.parametrize(("floor", "is_slow"), [(None, False), (999, False), (1000, False), (1001, True)])
+def test_a_link_under_the_floor_is_used_with_a_warning(
+    floor: int | None, is_slow: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = Registry(3.0, floor)
+    joined(registry, P, D)
+    assert registry.pair_ready(P.peer.worker, PairReady(D.peer.worker, "ucx:tcp", 1000.0))
+    assert registry.snapshot(0.0, {}).workers[0].links[0].is_slow is is_slow
+    words = "pair prefill-0 -> decode-0 is slow: 1000 bytes/s over ucx:tcp, the floor is 1001"
+    assert [record.getMessage() for record in caplog.records] == [words] * is_slow
+
+
 def test_a_name_is_taken_while_its_worker_lives() -> None:
     registry = Registry(3.0)
     joined(registry, P)

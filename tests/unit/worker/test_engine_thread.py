@@ -11,7 +11,7 @@ import pytest
 
 from loopline.engine.engine import Engine
 from loopline.errors import InvariantBroken
-from loopline.identity import BlockCounts
+from loopline.identity import BlockCounts, BudgetCounts
 from loopline.sched.plan import StepOutcome
 from loopline.worker.engine_thread import EngineListener, EngineThread, LoadBoard
 
@@ -56,12 +56,15 @@ class Core:
         return (("stale", 1),)
 
 
+BUDGET = BudgetCounts(1, 2, 3, 0.5)
+
+
 class Bench:
     def __init__(self) -> None:
         self.engine, self.core, self.inbox, self.board = ScriptedEngine(), Core(), Queue[object](), LoadBoard()
         self.settled, self.failed = threading.Event(), threading.Event()
         self.errors: list[Exception] = []
-        listener = EngineListener(self.settled.set, self._fail, lambda: (("stale", 2), ("unknown", 1)))
+        listener = EngineListener(self.settled.set, self._fail, lambda: (("stale", 2), ("unknown", 1)), lambda: BUDGET)
         self.thread = EngineThread(cast(Engine, self.engine), self.core, self.inbox, self.board, listener)
 
     def _fail(self, error: Exception) -> None:
@@ -129,6 +132,10 @@ def test_a_change_of_waiting_requests_is_told() -> None:
     assert bench.settled.wait(WAIT_S)
     assert bench.board.read().waiting == 1
     assert bench.thread.stop(WAIT_S)
+
+
+def test_the_load_carries_the_budget_of_bytes_in_flight() -> None:
+    assert Bench().board.read().budget == BUDGET
 
 
 def test_ignored_messages_of_both_threads_are_added_up() -> None:

@@ -84,7 +84,7 @@ class Capacity(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., token_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("step", "busy", "running", "waiting", "token_loops", "promised_blocks", "blocks", "handoffs", "ignored")
+    __slots__ = ("step", "busy", "running", "waiting", "token_loops", "promised_blocks", "blocks", "handoffs", "ignored", "budget")
     class HandoffsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +108,7 @@ class WorkerLoad(_message.Message):
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     IGNORED_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
     step: int
     busy: bool
     running: int
@@ -117,7 +118,8 @@ class WorkerLoad(_message.Message):
     blocks: _loopline_pb2.Blocks
     handoffs: _containers.ScalarMap[str, int]
     ignored: _containers.ScalarMap[str, int]
-    def __init__(self, step: _Optional[int] = ..., busy: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., token_loops: _Optional[int] = ..., promised_blocks: _Optional[int] = ..., blocks: _Optional[_Union[_loopline_pb2.Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    budget: _loopline_pb2.BudgetCounts
+    def __init__(self, step: _Optional[int] = ..., busy: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., token_loops: _Optional[int] = ..., promised_blocks: _Optional[int] = ..., blocks: _Optional[_Union[_loopline_pb2.Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., budget: _Optional[_Union[_loopline_pb2.BudgetCounts, _Mapping]] = ...) -> None: ...
 
 class ResolvedParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_ids", "logprobs", "loops", "initial_state")

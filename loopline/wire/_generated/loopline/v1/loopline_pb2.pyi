@@ -277,7 +277,7 @@ class Blocks(_message.Message):
     def __init__(self, free: _Optional[int] = ..., held: _Optional[int] = ..., cached: _Optional[int] = ..., quarantined: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("name", "role", "state", "pid", "address", "uuid", "epoch", "running", "waiting", "blocks", "handoffs", "ignored", "step", "heartbeat_age_s", "links")
+    __slots__ = ("name", "role", "state", "pid", "address", "uuid", "epoch", "running", "waiting", "blocks", "handoffs", "ignored", "step", "heartbeat_age_s", "links", "budget")
     class HandoffsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +307,7 @@ class Worker(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    BUDGET_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -322,17 +323,32 @@ class Worker(_message.Message):
     step: int
     heartbeat_age_s: float
     links: _containers.RepeatedCompositeFieldContainer[Link]
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., step: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ...) -> None: ...
+    budget: BudgetCounts
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., step: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., budget: _Optional[_Union[BudgetCounts, _Mapping]] = ...) -> None: ...
+
+class BudgetCounts(_message.Message):
+    __slots__ = ("in_flight_bytes", "limit_bytes", "num_waiting", "waited_s")
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    in_flight_bytes: int
+    limit_bytes: int
+    num_waiting: int
+    waited_s: float
+    def __init__(self, in_flight_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class Link(_message.Message):
-    __slots__ = ("peer", "transport", "bytes_per_s")
+    __slots__ = ("peer", "transport", "bytes_per_s", "is_slow")
     PEER_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    IS_SLOW_FIELD_NUMBER: _ClassVar[int]
     peer: str
     transport: str
     bytes_per_s: float
-    def __init__(self, peer: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
+    is_slow: bool
+    def __init__(self, peer: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., is_slow: _Optional[bool] = ...) -> None: ...
 
 class Status(_message.Message):
     __slots__ = ("workers", "queued", "running", "serving", "epoch")
