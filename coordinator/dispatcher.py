@@ -1,7 +1,7 @@
 """The one place where things happen: queue, router, tracker, registry and streams meet here. One event loop, no locks.
 
 gRPC handlers call in (`submit`, `join`, `on_message`, ...); every call that may make room or work wakes `run`, which
-places requests on workers. Timers: one per request (its deadline), one for the leases.
+places requests on workers. Timers: one per request (its deadline), one for the leases, one for replies.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from coordinator.leases import LeaseTimer
 from coordinator.metrics import CoordinatorMetrics, LossReason
 from coordinator.queue import RequestQueue
 from coordinator.registry import Refused, Registry
+from coordinator.reply_watch import ReplyWatch
 from coordinator.router import choose_decode, choose_prefill
 from coordinator.snapshot import ClusterSnapshot
 from coordinator.streams import ClientStream, WorkerStream
@@ -57,6 +58,7 @@ class Dispatcher:
         clock: Clock,
         epoch: int,
         lease_s: float,
+        reply_timeout_s: float,
         queue_limit: int,
         limits: Limits,
         rate_floor_bytes_per_s: float | None = None,
@@ -70,9 +72,10 @@ class Dispatcher:
         self.serving_changed = asyncio.Event()
         self._clock = clock
         self._limits = limits
-        self._tracker = Tracker(clock)
+        self._tracker = Tracker(clock, reply_timeout_s)
         self._registry = Registry(lease_s, rate_floor_bytes_per_s)
         self.metrics = CoordinatorMetrics(self._tracker.ignored)
+        self._reply_watch = ReplyWatch(self._tracker, self._registry, self._carry_out, reply_timeout_s)
         self._queue = RequestQueue(queue_limit)
         self._workers: dict[WorkerId, WorkerStream] = {}
         self._clients: dict[str, ClientStream] = {}
@@ -158,6 +161,7 @@ class Dispatcher:
         self._clients[request_id] = stream = ClientStream(decoder)
         self._idle.clear()
         self._wake.set()
+        self._reply_watch.start()
         return stream
 
     def _on_deadline(self, request_id: str) -> None:

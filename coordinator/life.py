@@ -1,7 +1,9 @@
 """The life of one request: a transition table, and the record that walks through it. No I/O; the tracker calls it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 
 from loopline.errors import IllegalTransition
 from loopline.identity import HandoffKey, Peer, WorkerId
@@ -46,6 +48,18 @@ TABLE: dict[tuple[State, Move], State] = {
 }
 
 
+_ASKED: Mapping[State, str] = MappingProxyType({State.RESERVING: "Reserve", State.BINDING: "Bind"})
+"""What the decode worker must answer."""
+
+
+@dataclass(frozen=True)
+class Books:
+    """What a worker says that it has of requests, after it had handled everything that came to it until `as_of_s`."""
+
+    as_of_s: float
+    keys: frozenset[HandoffKey]
+
+
 @dataclass
 class Life:
     """One request's record.
@@ -73,6 +87,7 @@ class Life:
     left_queue_at_s: float | None = None
     first_token_at_s: float | None = None
     earlier_workers: list[str] = field(default_factory=list)
+    sound_at_s: dict[WorkerId, float] = field(default_factory=dict)  # asked, or seen to know it, for the last time
 
     def move(self, move: Move) -> None:
         """Take one step of the table; IllegalTransition changes nothing."""
@@ -103,6 +118,17 @@ class Life:
             held.append(self.prefill.worker)
         return held
 
+    def workers(self) -> list[Peer]:
+        """Those that must know the request now."""
+        computes = self.prefill if self.state is State.PREFILLING and self.prefill_running else None
+        return [peer for peer in (self.decode, computes) if peer is not None]
+
+    def fault_of(self, peer: Peer, books: Books) -> str | None:
+        """What looks wrong by these books of one of its `workers`; nothing may be, if the books are old."""
+        if self.is_decode(peer.worker) and self.state in _ASKED:
+            return f"has not answered {_ASKED[self.state]}"
+        return None if self.key in books.keys else "does not know the request"
+
     def leave_workers(self) -> None:
         """Forget the current generation's workers, keeping their names for the route."""
         for peer in (self.prefill, self.decode):
@@ -110,6 +136,7 @@ class Life:
                 self.earlier_workers.append(peer.name)
         self.decode = self.prefill = None
         self.handoff_open = self.prefill_running = False
+        self.sound_at_s.clear()
 
     def usage(self) -> Usage:
         return Usage(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from coordinator.effects import Assigned, Send
+from coordinator.life import Books
 from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, host_of, is_loopback
 from loopline.identity import Capacity, Role, WorkerId, WorkerLoad, WorkerState
 from loopline.messages import Heartbeat, Pair, PairFailed, PairReady, PeerGone, Register
@@ -41,6 +42,7 @@ class _Member:
     register: Register
     heard_at_s: float
     load: WorkerLoad | None = None
+    books: Books | None = None
     draining: bool = False
     refused: bool = False
     lost: bool = False
@@ -178,6 +180,7 @@ class Registry:
         member = self._alive[worker]
         member.heard_at_s = now_s
         member.load = message.load
+        member.books = Books(now_s - message.lag_s, frozenset(message.load.known))
         member.draining = message.draining
         member.refused = False
         again = [self._alive[decode] for decode in member.failed_pairs if decode in self._alive]
@@ -214,6 +217,10 @@ class Registry:
         """It said that it has no room: skip it until its next heartbeat."""
         if worker in self._alive:
             self._alive[worker].refused = True
+
+    def books(self) -> dict[WorkerId, Books]:
+        """What each living worker that has spoken has of requests."""
+        return {worker: member.books for worker, member in self._alive.items() if member.books is not None}
 
     # ---- the picture -----------------------------------------------------------------------------------------------
 

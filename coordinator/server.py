@@ -58,6 +58,7 @@ def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock) -> Di
         clock=clock,
         epoch=time.time_ns(),
         lease_s=config.membership.lease_s,
+        reply_timeout_s=config.membership.reply_timeout_s,
         queue_limit=config.coordinator.queue_limit,
         limits=Limits(
             vocab_size=spec.vocab_size,

@@ -6,11 +6,11 @@ call of our own raises.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
-from coordinator.life import Life, Move, State
+from coordinator.life import Books, Life, Move, State
 from loopline.clock import Clock
 from loopline.errors import IllegalTransition
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
@@ -37,8 +37,10 @@ _WITH_TOKENS = (State.PREFILLING, State.DECODING)
 class Tracker:
     """Table of live requests, in order of arrival. One that ended is forgotten: what still comes for it is UNKNOWN."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, reply_timeout_s: float = 5.0) -> None:
         self._clock = clock
+        self._reply_timeout_s = reply_timeout_s
+        self._unknown: set[tuple[WorkerId, HandoffKey]] = set()  # at the last look: a worker has it, nobody needs it
         self._lives: dict[str, Life] = {}
         self._arrivals = 0
         self.ignored: Counter[Cause] = Counter()
@@ -115,6 +117,7 @@ class Tracker:
         life.move(Move.RESERVE)
         life.generation += 1
         life.decode = decode
+        life.sound_at_s[decode.worker] = self._clock.now_s()
         if life.left_queue_at_s is None:
             life.left_queue_at_s = self._clock.now_s()
         return [Send(decode.worker, Reserve(life.key, life.request, self._remaining_s(life)))]
@@ -125,6 +128,7 @@ class Tracker:
         life.move(Move.BIND)
         life.prefill, life.prefill_running = prefill, True
         assert life.decode is not None  # a RESERVED request has one
+        life.sound_at_s[life.decode.worker] = self._clock.now_s()
         return [Send(life.decode.worker, Bind(life.key, prefill))]
 
     def cancel(self, request_id: str) -> list[Effect]:
@@ -168,6 +172,7 @@ class Tracker:
             return self._refused(life, worker, message.cause, message.detail)
         life.move(Move.GRANT)
         life.handoff_open = True
+        life.sound_at_s[worker] = life.sound_at_s[life.prefill.worker] = self._clock.now_s()
         start = StartPrefill(
             life.key, life.request, life.decode, message.first_block, message.runs, self._remaining_s(life)
         )
@@ -210,6 +215,41 @@ class Tracker:
             if worker in life.holders() or (life.is_prefill(worker) and life.prefill_running):
                 effects += self._restart(life, worker, Cause.PEER_LOST, f"worker {name} was lost")
         return effects
+
+    # ---- what nobody says ------------------------------------------------------------------------------------------
+
+    def look(self, books: Mapping[WorkerId, Books]) -> list[Effect]:
+        """Find what was lost, by the last books of each worker; to be called several times within a reply timeout.
+
+        A request starts again where a worker's books have been wrong for a whole reply timeout in which it has handled
+        what came: it owes an answer, or does not know the request. A worker that is slow, or computes for long, has
+        old books and is waited for. What a worker has and nobody needs is cancelled once more.
+        """
+        effects: list[Effect] = []
+        now_s = self._clock.now_s()
+        for life in list(self._lives.values()):
+            for peer in life.workers():
+                own = books.get(peer.worker)
+                fault = life.fault_of(peer, own) if own is not None else None
+                if own is None or fault is None:
+                    life.sound_at_s[peer.worker] = now_s
+                elif own.as_of_s >= life.sound_at_s[peer.worker] + self._reply_timeout_s:
+                    detail = f"worker {peer.name} {fault} after {self._reply_timeout_s:g} s"
+                    effects += self._restart(life, None, Cause.NO_REPLY, detail)
+                    break
+        unknown = {(worker, key) for worker, own in books.items() for key in own.keys if not self._needs(key)}
+        effects += [Send(worker, Cancel(key, Cause.STALE)) for worker, key in sorted(unknown & self._unknown)]
+        self._unknown = unknown
+        return effects
+
+    def excuse(self) -> None:
+        """This process stood still: what it has not heard until now says nothing about workers."""
+        for life in self._lives.values():
+            life.sound_at_s.update(dict.fromkeys(life.sound_at_s, self._clock.now_s()))
+
+    def _needs(self, key: HandoffKey) -> bool:
+        life = self._lives.get(key.request_id)
+        return life is not None and life.generation <= key.generation and life.state is not State.QUEUED
 
     # ---- inside ----------------------------------------------------------------------------------------------------
 
@@ -263,8 +303,8 @@ class Tracker:
         failed = AttemptFailed(life.request.request_id, cause, detail)
         return [failed, *self._close(life, final, self._cancels(life, cause, but=worker), detail or str(cause))]
 
-    def _restart(self, life: Life, worker: WorkerId, cause: Cause, detail: str) -> list[Effect]:
-        """Give the current generation up and queue the request again; `worker` needs no Cancel."""
+    def _restart(self, life: Life, worker: WorkerId | None, cause: Cause, detail: str) -> list[Effect]:
+        """Give the current generation up and queue the request again; `worker` needs no Cancel (None: all do)."""
         cancels = self._cancels(life, cause, but=worker)
         is_free = cause in _FREE_REFUSALS
         failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail)]

@@ -82,12 +82,15 @@ class _Reservation:
 class HandoffIn:
     """Invariant: a reserved handoff's allocation is in `_reserved`, a running one's generation in `_running`."""
 
-    def __init__(self, engine: Engine, ports: DecodePorts, clock: Clock) -> None:
+    def __init__(self, engine: Engine, ports: DecodePorts, clock: Clock, push_timeout_s: float = 30.0) -> None:
+        """`push_timeout_s`: how long after its commit a handoff may lack pushes."""
         self._engine = engine
         self._ports = ports
         self._emitter = Emitter(ports.to_coordinator)
         self._clock = clock
         self._deadlines = Deadlines(clock, self._is_live)
+        self._push_timeout_s = push_timeout_s
+        self._landing = Deadlines(clock, lambda key: self._table.state(key) is ReceiveState.COMMITTED)
         self._ask_again_at_s = clock.now_s()
         self._table = ReceiveTable()
         self._reserved: dict[HandoffKey, _Reservation] = {}
@@ -139,6 +142,10 @@ class HandoffIn:
         for key in self._deadlines.take_expired():
             self._cancel(key, Cause.DEADLINE)
             self._ports.to_coordinator(RequestFailed(key, Cause.DEADLINE, "the request's deadline passed"))
+        for key in self._landing.take_expired():
+            detail = f"its pushes have not all arrived within {self._push_timeout_s:g} s after the commit"
+            self._cancel(key, Cause.TRANSFER_TIMEOUT)
+            self._ports.to_coordinator(RequestFailed(key, Cause.TRANSFER_TIMEOUT, detail))
         if self._clock.now_s() >= self._ask_again_at_s:
             self._ask_again_at_s = self._clock.now_s() + ASK_AGAIN_S
             self._carry_out(self._table.asks())
@@ -154,6 +161,9 @@ class HandoffIn:
         counts = Counter(dict(self._table.ignored()))
         counts[Cause.INVALID.value] += self._wrong_commits
         return tuple(sorted((+counts).items()))
+
+    def known(self) -> tuple[HandoffKey, ...]:
+        return (*self._reserved, *self._running.values())
 
     # ---- a request's way
 
@@ -219,7 +229,8 @@ class HandoffIn:
         quarantines = {effect.key: effect for effect in effects if isinstance(effect, Quarantine)}
         for effect in effects:
             match effect:
-                case CommitTaken():
+                case CommitTaken(key):
+                    self._landing.add(key, self._push_timeout_s)
                     self._ports.entered(ReceiveState.COMMITTED)
                 case Activate(key, commit, _):
                     self._ports.entered(ReceiveState.ACTIVE)

@@ -144,6 +144,9 @@ class MembershipConfig(Section):
     """A worker that was not heard of for this long is lost."""
     drain_limit_s: Seconds = 10.0
     """How long running requests may take to finish when the process that has them is told to leave."""
+    reply_timeout_s: Seconds = 5.0
+    """A worker that goes on working for this long, and neither answers nor knows of what it was given, has lost it: the
+    request starts again."""
 
 
 class LauncherConfig(Section):

@@ -37,6 +37,7 @@ class Cause(StrEnum):
     INCOMPLETE = "incomplete"  # the commit's set of pushes does not cover what was lacked
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_TIMEOUT = "transfer_timeout"
+    NO_REPLY = "no_reply"  # a worker that has handled all that came does not know of it
     PEER_LOST = "peer_lost"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
@@ -159,3 +160,4 @@ class WorkerLoad:
     handoffs: tuple[tuple[str, int], ...]  # (state, count)
     ignored: tuple[tuple[str, int], ...]  # (cause, count) of messages that were ignored
     budget: BudgetCounts | None = None  # a prefill worker's
+    known: tuple[HandoffKey, ...] = ()  # requests that it has and works on, or holds blocks for

@@ -41,10 +41,14 @@ class Register:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Keeps the lease; sent every third of it, and when the load changes to or from nothing."""
+    """Keeps the lease; sent every third of it, and when the load changes to or from nothing.
+
+    `lag_s`: how long ago the engine thread had handled everything that had come to it. `load` is not older than that,
+    and every answer to what had come by then was sent before."""
 
     load: WorkerLoad
     draining: bool
+    lag_s: float = 0.0
 
 
 @dataclass(frozen=True)

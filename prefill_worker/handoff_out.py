@@ -209,6 +209,10 @@ class HandoffOut:
     def ignored(self) -> tuple[tuple[str, int], ...]:
         return tuple(sorted(self._ignored.items()))
 
+    def known(self) -> tuple[HandoffKey, ...]:
+        """Those without a commit: afterwards it is the decode worker that must know the request."""
+        return tuple(out.key for out in self._outgoing.values() if not out.is_committed)
+
     # ---- a request's way
 
     def _start(self, start: StartPrefill) -> None:

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from loopline.clock import Clock, MonotonicClock
 from loopline.engine.engine import Engine
-from loopline.identity import BlockCounts, BudgetCounts, WorkerLoad
+from loopline.identity import BlockCounts, BudgetCounts, HandoffKey, WorkerLoad
+from loopline.messages import Heartbeat
 from loopline.sched.plan import StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -55,6 +57,10 @@ class WorkerCore(Protocol):
         """Messages ignored so far, by cause, for heartbeats."""
         ...
 
+    def known(self) -> tuple[HandoffKey, ...]:
+        """Requests that it computes, or holds blocks for, for heartbeats. What was given up is not among them."""
+        ...
+
 
 @dataclass(frozen=True)
 class _Stop:
@@ -65,18 +71,24 @@ class LoadBoard:
     """The last published load: written by the engine thread, read by any."""
 
     def __init__(self) -> None:
-        self._published = (WorkerLoad(0, False, 0, 0, 0, 0, BlockCounts(0, 0, 0, 0, 0), (), ()), False)
+        self._published = (WorkerLoad(0, False, 0, 0, 0, 0, BlockCounts(0, 0, 0, 0, 0), (), ()), False, 0.0)
 
-    def publish(self, load: WorkerLoad, is_draining: bool) -> None:
-        self._published = (load, is_draining)
+    def publish(self, load: WorkerLoad, is_draining: bool, handled_at_s: float = 0.0) -> None:
+        """`handled_at_s`: when everything that had come had been handled, by the engine thread's clock."""
+        self._published = (load, is_draining, handled_at_s)
 
     def read(self) -> WorkerLoad:
         return self._published[0]
 
+    def beat(self, is_draining: bool, now_s: float) -> Heartbeat:
+        """The load as a heartbeat, at `now_s` of the engine thread's clock."""
+        load, _, handled_at_s = self._published
+        return Heartbeat(load, is_draining, max(0.0, now_s - handled_at_s))
+
     @property
     def is_drained(self) -> bool:
         """The engine thread takes nothing new, and nothing runs, waits, is held or is being handed off."""
-        load, is_draining = self._published
+        load, is_draining, _ = self._published
         handoffs = any(state not in _LASTING for state, _ in load.handoffs)
         return is_draining and not (load.running or load.waiting or load.blocks.held or handoffs)
 
@@ -103,15 +115,24 @@ class EngineThread:
     """Invariant: engine and core are touched by this thread alone once it has started."""
 
     def __init__(
-        self, engine: Engine, core: WorkerCore, inbox: Inbox, board: LoadBoard, listener: EngineListener
+        self,
+        engine: Engine,
+        core: WorkerCore,
+        inbox: Inbox,
+        board: LoadBoard,
+        listener: EngineListener,
+        clock: Clock | None = None,
     ) -> None:
+        """`clock`: for the age of what is published; by default the system's."""
+        self._clock = clock or MonotonicClock()
+        self._handled_at_s = self._clock.now_s()
         self._engine = engine
         self._core = core
         self._inbox = inbox
         self._board = board
         self._listener = listener
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        board.publish(self._measure(busy=False), core.is_draining)
+        board.publish(self._measure(busy=False), core.is_draining, self._handled_at_s)
 
     def start(self) -> None:
         self._thread.start()
@@ -146,6 +167,7 @@ class EngineThread:
             try:
                 event = self._inbox.get(block=timeout is not None, timeout=timeout)
             except queue.Empty:
+                self._handled_at_s = self._clock.now_s()
                 return True
             if isinstance(event, _Stop):
                 return False
@@ -162,7 +184,7 @@ class EngineThread:
     def _publish(self, busy: bool) -> None:
         before, was_drained = self._board.read(), self._board.is_drained
         after = self._measure(busy)
-        self._board.publish(after, self._core.is_draining)
+        self._board.publish(after, self._core.is_draining, self._handled_at_s)
         changed = was_drained != self._board.is_drained or _outline(before) != _outline(after)
         if changed and not busy:
             self._listener.on_settled()
@@ -182,6 +204,7 @@ class EngineThread:
             handoffs=self._core.handoffs(),
             ignored=tuple(sorted(ignored.items())),
             budget=self._listener.transfer_budget(),
+            known=self._core.known(),
         )
 
 

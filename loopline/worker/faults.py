@@ -16,6 +16,7 @@ from kvtransfer.agent import TransferAgent
 from kvtransfer.faulty_agent import FaultyAgent
 from loopline.clock import Clock
 from loopline.faults import MESSAGE_KINDS, PROCESS_KINDS, PUSHING, TRANSPORT_KINDS
+from loopline.identity import HandoffKey
 from loopline.messages import CoordinatorMessage, WorkerMessage
 from loopline.sched.plan import StepOutcome
 from loopline.settings import FaultSettings
@@ -135,6 +136,9 @@ class _FaultyCore:
 
     def ignored(self) -> Pairs:
         return self._core.ignored()
+
+    def known(self) -> tuple[HandoffKey, ...]:
+        return self._core.known()
 
 
 def _words(fault: FaultSettings) -> str:

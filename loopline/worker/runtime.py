@@ -25,7 +25,7 @@ from loopline.clock import Clock, MonotonicClock
 from loopline.engine.engine import Engine
 from loopline.errors import LooplineError, OperatorError, TransferError
 from loopline.identity import Fingerprint, Peer, Role, WorkerId
-from loopline.messages import CoordinatorMessage, Drain, Heartbeat, PeerGone, Register, WorkerMessage
+from loopline.messages import CoordinatorMessage, Drain, PeerGone, Register, WorkerMessage
 from loopline.process import leave, on_terminate, watch_life_pipe
 from loopline.sched.policy import RolePolicy
 from loopline.settings import WorkerSettings
@@ -64,6 +64,7 @@ class WorkerContext:
     to_transfer: Callable[[Command], None]
     to_engine: Callable[[object], None]
     calls: PeerCalls
+    push_timeout_s: float
     entered: Callable[[str], None] = no_fault
 
 
@@ -219,18 +220,18 @@ class _Worker:
         self._settled = asyncio.Event()
         self._engine_failed: asyncio.Future[None] = self._loop.create_future()
         self._calls = PeerCalls(self._loop)
-        engine = loaded.engine
+        engine, clock = loaded.engine, MonotonicClock()
 
         def register() -> Register:
             role = Role(settings.role)
             return Register(identity.begin_life(), role, os.getpid(), loaded.fingerprint, engine.capacity)
 
         self._attachment = Attachment(
-            settings.coordinator, register, lambda: Heartbeat(self._board.read(), orders.is_draining)
+            settings.coordinator, register, lambda: self._board.beat(orders.is_draining, clock.now_s())
         )
         context = WorkerContext(
             engine=engine,
-            clock=MonotonicClock(),
+            clock=clock,
             endpoint=loaded.endpoint,
             fingerprint=loaded.fingerprint,
             me=identity.me,
@@ -238,13 +239,14 @@ class _Worker:
             to_transfer=loaded.transfer.submit,
             to_engine=loaded.inbox.put,
             calls=self._calls,
+            push_timeout_s=settings.transfer.push_timeout_s,
             entered=no_fault if faults is None else faults.entered,
         )
         self._parts = build_role(context)
         budget = loaded.transfer.budget_counts if settings.role == Role.PREFILL else lambda: None
         listener = EngineListener(self._on_settled, self._on_engine_failed, loaded.transfer.ignored, budget)
         core = self._parts.core if faults is None else faults.core(self._parts.core)
-        self._engine_thread = EngineThread(engine, core, loaded.inbox, self._board, listener)
+        self._engine_thread = EngineThread(engine, core, loaded.inbox, self._board, listener, clock)
         self._take = self._on_message if faults is None else faults.messages(self._on_message)
 
     async def run(self) -> None:

@@ -1,8 +1,9 @@
-"""The tracker against scripted workers: streams interleave in any way, reports are lost or come twice, workers fail and
-die, clients cancel, deadlines pass.
+"""The tracker against scripted workers: streams interleave in any way, commands and reports are lost or come twice,
+workers fail and die, clients cancel, time passes, deadlines too.
 
 What must hold: every token once and in order; every request ends exactly once; nothing that ended, and nothing of an
-older generation, stays held at a living worker once it has read its commands.
+older generation, stays held at a living worker once it has read its commands; and a reply timeout after the last fault
+no request waits for what a worker has lost.
 """
 
 from collections import deque
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from coordinator.effects import Deliver, Effect, End, Requeue, Send
-from coordinator.life import State
+from coordinator.life import Books, State
 from coordinator.tracker import Tracker
 from loopline.identity import BlockRun, Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import (
@@ -36,6 +37,7 @@ PROMPT = 3
 ROLES = ("prefill", "decode")
 STATS = HandoffStats(pushes=1, descriptors=1, num_bytes=1, transport="scripted", prefill_s=0.0)
 DEADLINE_S = 50.0
+REPLY_TIMEOUT_S = 5.0
 Report = Reserved | Granted | Prefilled | StepTokens | RequestFailed
 CAUSES = st.sampled_from([Cause.NO_ROOM, Cause.DRAINING, Cause.INTERNAL, Cause.TRANSFER_FAILED, Cause.TOO_LARGE])
 
@@ -71,6 +73,12 @@ class ScriptedWorker:
     outbox: deque[Report] = field(default_factory=deque)
     holds: dict[str, Held] = field(default_factory=dict)
     tombstones: dict[str, int] = field(default_factory=dict)
+    handled_at_s: float = 0.0  # when its inbox was empty
+
+    def books(self, now_s: float) -> Books:
+        if not self.inbox:
+            self.handled_at_s = now_s
+        return Books(self.handled_at_s, frozenset(held.key for held in self.holds.values()))
 
     def read_one(self, refusal: Cause | None) -> None:
         command = self.inbox.popleft()
@@ -146,7 +154,7 @@ class TrackerMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.clock = VirtualClock()
-        self.tracker = Tracker(self.clock)
+        self.tracker = Tracker(self.clock, REPLY_TIMEOUT_S)
         self.workers: dict[WorkerId, ScriptedWorker] = {}
         self.num_workers = self.num_requests = 0
         self.queued: list[str] = []
@@ -218,6 +226,31 @@ class TrackerMachine(RuleBasedStateMachine):
     def worker_reads(self, data: st.DataObject, refusal: Cause | None) -> None:
         worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.inbox]))
         worker.read_one(refusal)
+
+    @precondition(lambda self: any(worker.inbox for worker in self.workers.values()))
+    @rule(data=st.data())
+    def a_command_is_lost(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from([w for w in self.workers.values() if w.inbox]))
+        if not isinstance(worker.inbox[0], Cancel):
+            worker.inbox.popleft()
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, REPLY_TIMEOUT_S]), is_excused=st.sampled_from([False, False, False, True]))
+    def time_passes(self, seconds: float, is_excused: bool) -> None:
+        self.clock.s += seconds
+        if is_excused:
+            self.tracker.excuse()
+        self.look()
+
+    def look(self) -> None:
+        books = {worker: scripted.books(self.clock.s) for worker, scripted in self.workers.items()}
+        before = {name: self.tracker.state(name) for name in self.tracker_names()}
+        self.carry_out(self.tracker.look(books))
+        for name, state in before.items():
+            if state is State.QUEUED:
+                assert self.tracker.state(name) is State.QUEUED
+
+    def tracker_names(self) -> list[str]:
+        return [name for name in (f"r{n}" for n in range(1, self.num_requests + 1)) if name in self.tracker]
 
     @rule(data=st.data(), role=st.sampled_from(ROLES))
     def worker_steps(self, data: st.DataObject, role: str) -> None:
@@ -299,6 +332,16 @@ class TrackerMachine(RuleBasedStateMachine):
         if not hasattr(self, "tracker"):
             return
         self.read_everything()
+        for _ in range(2):
+            self.clock.s += REPLY_TIMEOUT_S
+            self.look()
+        self.read_everything()
+        for name in self.tracker_names():
+            state = self.tracker.state(name)
+            assert state not in (State.RESERVING, State.BINDING), "it waits for an answer that was lost"
+            for given in self.tracker.assignment(name):
+                is_computing = state is State.PREFILLING or given.uuid.startswith("decode")
+                assert not is_computing or name in self.workers[given].holds, "it waits for a worker that lost it"
         for worker in self.workers.values():
             for request_id in worker.holds:
                 assert request_id in self.tracker, "it ended, and nobody told this worker"

@@ -33,10 +33,12 @@ from loopline.request import Request, SamplingParams
 from loopline.settings import EngineSettings
 from loopline.worker.events import CoordinatorLost
 from tests.support.golden import GOLDEN
-from tests.support.pair import BLOCK_SIZE, Pair, make_engines
+from tests.support.pair import BLOCK_SIZE, PUSH_TIMEOUT_S, Pair, make_engines
+from tests.unit.worker.clocks import OwnClock
 
 EXAMPLES = 400 if os.environ.get("LOOPLINE_SOAK") == "1" else 40
 NAMES = itertools.count()
+DEADLINE_S = 1e6
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ class Script:
         self.requests[request.request_id] = request
         self.generation[request.request_id] = 1
         self.tokens[request.request_id] = {}
-        self.to_decode.append(Reserve(self.key(request.request_id), request, 60.0))
+        self.to_decode.append(Reserve(self.key(request.request_id), request, DEADLINE_S))
 
     def cancel(self, name: str, overtake: bool) -> None:
         """Tell both workers; overtaking puts the cancel before everything that is still on its way."""
@@ -104,7 +106,7 @@ class Script:
                 self.failed[key.request_id] = cause
             case Granted(key, _, first, runs, None) if key.request_id not in self.cancelled:
                 request, peer = self.requests[key.request_id], self.pair.decode_peer
-                self.to_prefill.append(StartPrefill(key, request, peer, first, runs, 60.0))
+                self.to_prefill.append(StartPrefill(key, request, peer, first, runs, DEADLINE_S))
             case Prefilled(key, _, row):
                 self.row(row)
                 if row.finish is not None:
@@ -141,7 +143,20 @@ class Script:
             return True
         return False
 
+    def let_time_pass(self) -> None:
+        """More than a push may take, and less than a request."""
+        assert isinstance(self.pair.clock, OwnClock)
+        self.pair.clock.time_s += PUSH_TIMEOUT_S
+        self.pair.decode.tick()
+        self.pair.prefill.tick()
+
     def settle(self) -> None:
+        """Deliver everything; what waits for something that was lost ends with its limit."""
+        self._deliver_everything()
+        self.let_time_pass()
+        self._deliver_everything()
+
+    def _deliver_everything(self) -> None:
         channels = self.pair.channels
         moved = True
         while moved:
@@ -199,6 +214,8 @@ STEPS = (
     "send",
     "cancel",
     "cancel_overtakes",
+    "notice_lost",
+    "time",
 )
 
 
@@ -244,6 +261,10 @@ def advance(script: Script, step: str, number: int) -> None:
             name = names[number % len(names)]
             if name not in script.cancelled:
                 script.cancel(name, overtake=step == "cancel_overtakes")
+        case "notice_lost" if number % 3 == 0 and channels.decode_events:
+            channels.decode_events.popleft()
+        case "time" if number % 3 == 0:
+            script.let_time_pass()
         case _:
             pass
 
@@ -255,7 +276,7 @@ def test_any_order_gives_right_tokens_and_free_blocks(engines: tuple[Engine, Eng
     @settings(max_examples=EXAMPLES, deadline=None)
     @given(SCRIPTS)
     def run(steps: list[tuple[str, int]]) -> None:
-        pair = Pair(*engines, name=f"pair{next(NAMES)}")
+        pair = Pair(*engines, name=f"pair{next(NAMES)}", clock=OwnClock())
         script = Script(pair)
         script.send(make_request("r0", 9, 3))
         for step, number in steps:
@@ -271,7 +292,7 @@ def test_any_order_gives_right_tokens_and_free_blocks(engines: tuple[Engine, Eng
 @pytest.mark.parametrize("moment", range(24))
 def test_cancel_at_every_state(moment: int, engines: tuple[Engine, Engine], answers: Answers) -> None:
     """One request is cancelled after `moment` rounds of a slow, fair schedule; another must not notice."""
-    pair = Pair(*engines, name=f"pair{next(NAMES)}")
+    pair = Pair(*engines, name=f"pair{next(NAMES)}", clock=OwnClock())
     script = Script(pair)
     script.send(make_request("cancelled", 19, 4))
     script.send(make_request("other", 13, 4))
@@ -300,7 +321,7 @@ def test_cancel_at_every_state(moment: int, engines: tuple[Engine, Engine], answ
 
 
 def test_a_cancel_that_overtakes_leaves_a_tombstone(engines: tuple[Engine, Engine]) -> None:
-    pair = Pair(*engines, name=f"pair{next(NAMES)}")
+    pair = Pair(*engines, name=f"pair{next(NAMES)}", clock=OwnClock())
     request, key = make_request("late", 9, 3), HandoffKey("late", 1)
     pair.decode.handle(Cancel(key, Cause.CANCELLED))
     pair.decode.handle(Reserve(key, request, 60.0))
@@ -325,7 +346,7 @@ def test_a_cancel_that_overtakes_leaves_a_tombstone(engines: tuple[Engine, Engin
 
 def test_a_lost_coordinator_ends_everything(engines: tuple[Engine, Engine], answers: Answers) -> None:
     for rounds in range(14):
-        pair = Pair(*engines, name=f"pair{next(NAMES)}")
+        pair = Pair(*engines, name=f"pair{next(NAMES)}", clock=OwnClock())
         script = Script(pair)
         script.send(make_request("r0", 19, 4))
         for _ in range(rounds):
@@ -347,7 +368,7 @@ def test_descriptors_are_runs_contiguous_on_both_sides(engines: tuple[Engine, En
     """Chunks of 2 blocks over 6: on fresh pools 3 pushes of 1 descriptor; on a fragmented one as many as runs."""
     prefill_engine, decode_engine = engines
     for hole in (None, 1):
-        pair = Pair(prefill_engine, decode_engine, name=f"pair{next(NAMES)}")
+        pair = Pair(prefill_engine, decode_engine, name=f"pair{next(NAMES)}", clock=OwnClock())
         blockers = [decode_engine.ledger.reserve(BLOCK_SIZE, BLOCK_SIZE) for _ in range(24 if hole else 0)]
         for blocker in blockers[::2]:
             assert blocker is not None

@@ -101,6 +101,7 @@ class Pair:
                 ask_close=lambda key, writer: self.channels.closes.append(key),
             ),
             clock,
+            PUSH_TIMEOUT_S,
         )
         self._connect(target)
 

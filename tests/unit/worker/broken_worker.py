@@ -4,6 +4,7 @@ thread hangs or fails as soon as it runs. It says so on standard output first.""
 import sys
 import threading
 
+from loopline.identity import HandoffKey
 from loopline.process import configure_logging, leave
 from loopline.sched.plan import StepOutcome
 from loopline.settings import EngineSettings, WorkerSettings
@@ -38,6 +39,9 @@ class BrokenCore:
     def handoffs(self) -> tuple[tuple[str, int], ...]:
         if self._has_ticked:
             raise RuntimeError("broken by the test")
+        return ()
+
+    def known(self) -> tuple[HandoffKey, ...]:
         return ()
 
     def ignored(self) -> tuple[tuple[str, int], ...]:

@@ -11,9 +11,10 @@ import pytest
 
 from loopline.engine.engine import Engine
 from loopline.errors import InvariantBroken
-from loopline.identity import BlockCounts, BudgetCounts
+from loopline.identity import BlockCounts, BudgetCounts, HandoffKey
 from loopline.sched.plan import StepOutcome
 from loopline.worker.engine_thread import EngineListener, EngineThread, LoadBoard
+from tests.unit.worker.clocks import OwnClock
 
 WAIT_S = 20.0
 
@@ -37,6 +38,7 @@ class Core:
     def __init__(self) -> None:
         self.taken: list[object] = []
         self.is_draining = False
+        self.keys: tuple[HandoffKey, ...] = ()
 
     def handle(self, event: object) -> None:
         if callable(event):
@@ -52,6 +54,9 @@ class Core:
     def handoffs(self) -> tuple[tuple[str, int], ...]:
         return ()
 
+    def known(self) -> tuple[HandoffKey, ...]:
+        return self.keys
+
     def ignored(self) -> tuple[tuple[str, int], ...]:
         return (("stale", 1),)
 
@@ -65,7 +70,8 @@ class Bench:
         self.settled, self.failed = threading.Event(), threading.Event()
         self.errors: list[Exception] = []
         listener = EngineListener(self.settled.set, self._fail, lambda: (("stale", 2), ("unknown", 1)), lambda: BUDGET)
-        self.thread = EngineThread(cast(Engine, self.engine), self.core, self.inbox, self.board, listener)
+        self.clock = OwnClock()
+        self.thread = EngineThread(cast(Engine, self.engine), self.core, self.inbox, self.board, listener, self.clock)
 
     def _fail(self, error: Exception) -> None:
         self.errors.append(error)
@@ -163,4 +169,29 @@ def test_drained_needs_the_core_to_take_nothing_new() -> None:
     bench.inbox.put("look")
     assert bench.settled.wait(WAIT_S)
     assert bench.board.is_drained  # only the end of another worker would end that
+    assert bench.thread.stop(WAIT_S)
+
+
+def test_a_heartbeat_says_how_long_ago_what_came_was_handled() -> None:
+    """While a step computes, what comes waits: the coordinator must not take that for an answer that was lost."""
+    bench, over, hung = Bench(), threading.Event(), threading.Event()
+
+    def compute() -> None:
+        bench.clock.time_s += 60.0
+        hung.set()
+        over.wait(WAIT_S)
+
+    bench.thread.start()
+    bench.fence()
+    assert bench.board.beat(False, bench.clock.time_s).lag_s == 0.0
+    bench.engine.steps.put(compute)
+    assert hung.wait(WAIT_S)
+    bench.core.keys = (HandoffKey("r", 1),)
+    during = bench.board.beat(True, bench.clock.time_s)
+    assert (during.lag_s, during.draining, during.load.known) == (60.0, True, ())
+    over.set()
+    bench.fence()
+    bench.fence()  # a whole round has ended
+    after = bench.board.beat(False, bench.clock.time_s)
+    assert (after.lag_s, after.load.known) == (0.0, (HandoffKey("r", 1),))
     assert bench.thread.stop(WAIT_S)

@@ -26,7 +26,7 @@ from loopline.messages import (
 )
 from loopline.request import FinishReason, Request, SamplingParams
 from loopline.worker.events import BeginDrain, CommitAnswered, CommitReceived, CommitUndelivered
-from tests.support.pair import Pair, make_engines
+from tests.support.pair import PUSH_TIMEOUT_S, Pair, make_engines
 from tests.unit.worker.clocks import OwnClock
 
 KEY = HandoffKey("r", 1)
@@ -58,7 +58,7 @@ def request() -> Request:
 
 
 def grant(pair: Pair) -> Granted:
-    pair.decode.handle(Reserve(KEY, request(), 60.0))
+    pair.decode.handle(Reserve(KEY, request(), 600.0))
     pair.decode.handle(Bind(KEY, pair.prefill_peer))
     granted = pair.channels.from_decode.pop()
     assert isinstance(granted, Granted) and granted.cause is None
@@ -200,3 +200,50 @@ def test_draining_takes_nothing_new(pair: Pair) -> None:
     pair.prefill.handle(StartPrefill(KEY, request(), pair.decode_peer, 0, (BlockRun(0, 3),), 60.0))
     assert failure(pair).cause is Cause.DRAINING
     assert not any(isinstance(command, Close) for command in pair.channels.commands)
+
+
+def test_a_notice_that_was_lost_costs_the_push_timeout(pair: Pair) -> None:
+    """The commit is there and a push never shows: the coordinator hears of it, and the writer has ended."""
+    clock = pair.clock
+    assert isinstance(clock, OwnClock)
+    granted = grant(pair)
+    assert pair.decode.known() == (KEY,)
+    pair.prefill.handle(StartPrefill(KEY, request(), pair.decode_peer, granted.first_block, granted.runs, 600.0))
+    assert pair.prefill.known() == (KEY,)
+    while pair.step_prefill() or pair.carry_out_command() or pair.poll_receiver() or pair.poll_sender():
+        pass
+    pair.channels.decode_events.popleft()
+    while pair.deliver_prefill_events() or pair.deliver_decode_events():
+        pass
+    assert pair.prefill.known() == ()
+    assert pair.deliver_commit() == [CommitAnswer()]
+    assert pair.decode.handoffs() == (("committed", 1),)
+    clock.time_s += PUSH_TIMEOUT_S - 0.1
+    pair.decode.tick()
+    assert pair.decode.handoffs() == (("committed", 1),)
+    clock.time_s += 0.1
+    pair.decode.tick()
+    failed = pair.channels.from_decode.pop()
+    assert isinstance(failed, RequestFailed) and failed.cause is Cause.TRANSFER_TIMEOUT
+    assert failed.detail == "its pushes have not all arrived within 60 s after the commit"
+    assert pair.decode.handoffs() == (("quarantined", 1),) and pair.decode.known() == ()
+    assert pair.decode_engine.ledger.counts().quarantined
+    pair.settle()
+    assert pair.decode.handoffs() == () and not pair.decode_engine.ledger.counts().quarantined
+
+
+def test_a_handoff_that_became_a_running_request_has_no_such_limit(pair: Pair) -> None:
+    clock = pair.clock
+    assert isinstance(clock, OwnClock)
+    granted = grant(pair)
+    pair.prefill.handle(StartPrefill(KEY, request(), pair.decode_peer, granted.first_block, granted.runs, 600.0))
+    while pair.step_prefill():
+        pass
+    assert pair.deliver_commit() == [CommitAnswer()]  # before any push
+    while pair.carry_out_command() or pair.poll_receiver() or pair.deliver_decode_events():
+        pass
+    assert pair.decode.known() == (KEY,) and pair.decode.handoffs() == ()
+    pair.channels.from_decode.clear()
+    clock.time_s += PUSH_TIMEOUT_S
+    pair.decode.tick()
+    assert not any(isinstance(message, RequestFailed) for message in pair.channels.from_decode)

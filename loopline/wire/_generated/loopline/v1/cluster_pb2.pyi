@@ -84,7 +84,7 @@ class Capacity(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., token_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("step", "busy", "running", "waiting", "token_loops", "promised_blocks", "blocks", "handoffs", "ignored", "budget")
+    __slots__ = ("step", "busy", "running", "waiting", "token_loops", "promised_blocks", "blocks", "handoffs", "ignored", "budget", "known")
     class HandoffsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +109,7 @@ class WorkerLoad(_message.Message):
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     IGNORED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     step: int
     busy: bool
     running: int
@@ -119,7 +120,8 @@ class WorkerLoad(_message.Message):
     handoffs: _containers.ScalarMap[str, int]
     ignored: _containers.ScalarMap[str, int]
     budget: _loopline_pb2.BudgetCounts
-    def __init__(self, step: _Optional[int] = ..., busy: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., token_loops: _Optional[int] = ..., promised_blocks: _Optional[int] = ..., blocks: _Optional[_Union[_loopline_pb2.Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., budget: _Optional[_Union[_loopline_pb2.BudgetCounts, _Mapping]] = ...) -> None: ...
+    known: _containers.RepeatedCompositeFieldContainer[HandoffKey]
+    def __init__(self, step: _Optional[int] = ..., busy: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., token_loops: _Optional[int] = ..., promised_blocks: _Optional[int] = ..., blocks: _Optional[_Union[_loopline_pb2.Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., budget: _Optional[_Union[_loopline_pb2.BudgetCounts, _Mapping]] = ..., known: _Optional[_Iterable[_Union[HandoffKey, _Mapping]]] = ...) -> None: ...
 
 class ResolvedParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_ids", "logprobs", "loops", "initial_state")
@@ -217,12 +219,14 @@ class Register(_message.Message):
     def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("load", "draining")
+    __slots__ = ("load", "draining", "lag_s")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LAG_S_FIELD_NUMBER: _ClassVar[int]
     load: WorkerLoad
     draining: bool
-    def __init__(self, load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    lag_s: float
+    def __init__(self, load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., draining: _Optional[bool] = ..., lag_s: _Optional[float] = ...) -> None: ...
 
 class PairReady(_message.Message):
     __slots__ = ("decode", "transport", "bytes_per_s")
