@@ -5,9 +5,10 @@ import sys
 import threading
 
 from loopline.identity import HandoffKey
-from loopline.process import configure_logging, leave
+from loopline.process import leave
 from loopline.sched.plan import StepOutcome
 from loopline.settings import EngineSettings, WorkerSettings
+from loopline.telemetry.logs import configure_logging
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.worker.runtime import RoleParts, WorkerContext, run_worker
 from prefill_worker.policy import PrefillPolicy
