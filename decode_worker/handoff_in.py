@@ -32,6 +32,7 @@ from kvtransfer.handoff import (
 )
 from kvtransfer.handoff import Granted as GrantEffect
 from kvtransfer.receive_table import ReceiveTable
+from kvtransfer.verify import digest_of
 from loopline.clock import Clock
 from loopline.engine.engine import Engine
 from loopline.identity import Cause, HandoffKey, Peer
@@ -44,6 +45,7 @@ from loopline.messages import (
     CommitAnswer,
     Granted,
     PeerGone,
+    PushNotice,
     RequestFailed,
     Reserve,
     Reserved,
@@ -109,7 +111,7 @@ class HandoffIn:
             case Cancel(key, cause):
                 self._cancel(key, cause)
             case PushArrived(agent_name, notice):
-                self._carry_out(self._table.push_arrived(agent_name, notice))
+                self._push_arrived(agent_name, notice)
             case CommitReceived():
                 self._committed(event)
             case WriterClosed(key, writer, state):
@@ -196,6 +198,19 @@ class HandoffIn:
         else:
             answer = Granted(key, writer.worker, cause=effect.cause, detail=f"bind to {writer.name} refused")
         self._ports.to_coordinator(answer)
+
+    def _push_arrived(self, agent_name: str, notice: PushNotice) -> None:
+        """Of a push that carries a digest the bytes are checked before it counts."""
+        block_ids = self._table.landing_blocks(agent_name, notice) if notice.digest else ()
+        if not block_ids or digest_of(self._engine.arena.read_blocks(block_ids)) == notice.digest:
+            self._carry_out(self._table.push_arrived(agent_name, notice))
+            return
+        key, part = notice.key, notice.range
+        blocks = f"blocks {part.first_block} to {part.first_block + part.num_blocks - 1}"
+        detail = f"push {part.seq} ({blocks} of the request) arrived with other bytes than were sent"
+        logger.error("request %s, generation %d: %s", key.request_id, key.generation, detail)
+        self._carry_out(self._table.push_corrupted(key))
+        self._ports.to_coordinator(RequestFailed(key, Cause.CORRUPTED, detail))
 
     def _committed(self, received: CommitReceived) -> None:
         reservation = self._reserved.get(received.commit.key)

@@ -6,10 +6,14 @@ names; all others of the seam still hold: a dropped or delayed push to a peer th
 was terminal stays.
 """
 
+import ctypes
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtransfer.agent import PENDING, Handle, HandleState, HandleStatus, TransferAgent
 from kvtransfer.links import WARM_UP_NOTICE
@@ -69,6 +73,7 @@ class FaultyAgent:
         self._arrived: deque[Notice] = deque()  # taken below, and not looked at
         self._kept: list[Notice] = []  # looked at, and taken when polling goes on
         self._held: list[Notice] = []  # waits for the next notice
+        self._copies: list[NDArray[np.uint8]] = []  # registered below, so kept until it closes
         self._num_handles = 0
         self._num_pushes = 0
         self._num_notices = 0
@@ -103,6 +108,8 @@ class FaultyAgent:
         _log(due, "push", number)
         if "fail_push" in due:
             raise TransferError(f"fault: push {number} is not posted")
+        if "corrupt_push" in due:
+            local = self._corrupted(local)
         write = _Write(peer, fails="fail_handle" in due)
         if "delay_push" in due:
             due_s = self._clock.now_s() + due["delay_push"].seconds
@@ -165,6 +172,19 @@ class FaultyAgent:
         handle = self._inner.post_write(peer, local, remote, notice)
         self._on_posted()
         return handle
+
+    def _corrupted(self, local: Descriptors) -> Descriptors:
+        """The same bytes but for one, in memory of their own: what others read stays as it is."""
+        if local.memory_kind != "DRAM":
+            raise TransferError(f"fault: corrupt_push is for DRAM, and the push is of {local.memory_kind}")
+        pieces = [ctypes.string_at(address, size) for address, size, _ in local.rows.tolist()]
+        copy = np.frombuffer(bytearray(b"".join(pieces)), dtype=np.uint8)
+        copy[len(copy) // 2] ^= 0xFF
+        self._inner.register(copy.ctypes.data, len(copy), local.memory_kind, 0)
+        self._copies.append(copy)
+        rows = local.rows.copy()
+        rows[:, 0] = np.uint64(copy.ctypes.data) + np.cumsum(rows[:, 1], dtype=np.uint64) - rows[:, 1]
+        return Descriptors(local.memory_kind, rows)
 
     def _post_delayed(self) -> None:
         """Post every delayed push that is due. One that cannot be posted any more has FAILED."""

@@ -217,6 +217,23 @@ class ReceiveTable:
             return (self._activate(handoff, handoff.commit),)
         return ()
 
+    def landing_blocks(self, agent_name: str, notice: PushNotice) -> tuple[int, ...]:
+        """Blocks of this arena that `push_arrived` would count as here; empty for a notice that it would ignore, and
+        for a handoff that was given up."""
+        handoff = self._handoffs.get(notice.key)
+        if handoff is None or handoff.state is ReceiveState.QUARANTINED:
+            return ()
+        if self._push_refusal(handoff, agent_name, notice.range) is not None:
+            return ()
+        return handoff.block_ids[handoff.span(notice.range)]
+
+    def push_corrupted(self, key: HandoffKey) -> tuple[ReceiveEffect, ...]:
+        """Blocks of this push, one that `landing_blocks` named, hold other bytes than were sent: instead of
+        `push_arrived`. The handoff is given up; what writes there is not known, so these blocks are quarantined too."""
+        handoff = self._handoffs[key]
+        self._ignored.ignore(Cause.CORRUPTED)
+        return tuple(self._give_up(handoff, Cause.CORRUPTED))
+
     def committed(self, commit: Commit) -> Activate | CommitTaken | Ignored:
         """The writer says which pushes it posted and what the first token is."""
         key = commit.key

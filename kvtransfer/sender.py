@@ -25,6 +25,7 @@ from kvtransfer.handoff import Closed, Drained, Refused, SendEffect
 from kvtransfer.links import Link, Links
 from kvtransfer.manifest import coalesce, paired_descriptors
 from kvtransfer.send_table import SendTable
+from kvtransfer.verify import ReadBlocks, digest_of
 from loopline.clock import Clock
 from loopline.errors import TransferError
 from loopline.identity import Cause, HandoffKey, RegionManifest, WorkerId
@@ -85,14 +86,17 @@ class Sender:
         clock: Clock,
         emit: Callable[[Event], None],
         limits: BudgetLimits | None = None,
+        read_blocks: ReadBlocks | None = None,
     ) -> None:
-        """`limits`: of the bytes in flight; by default those of the default settings."""
+        """`limits`: of the bytes in flight; by default those of the default settings. `read_blocks`: of this arena,
+        for digests in notices; None: no digests."""
         self._agent = agent
         self._region = region
         self._encode_notice = encode_notice
         self._push_timeout_s = push_timeout_s
         self._clock = clock
         self._emit = emit
+        self._read_blocks = read_blocks
         self._links = Links(agent, region, push_timeout_s, clock, emit, self._is_writing)
         self._table = SendTable()
         self._outgoing: dict[HandoffKey, _Outgoing] = {}
@@ -235,7 +239,8 @@ class Sender:
         key, part = command.key, command.range
         runs = coalesce(command.source_blocks, outgoing.targets_of(part))
         local, remote = paired_descriptors(self._region, outgoing.link.region, runs)
-        notice = self._encode_notice(PushNotice(key, part))
+        digest = b"" if self._read_blocks is None else digest_of(self._read_blocks(command.source_blocks))
+        notice = self._encode_notice(PushNotice(key, part, digest))
         handle = self._agent.post_write(outgoing.link.agent_name, local, remote, notice)
         self._table.posted(key, part)
         outgoing.pushes += 1

@@ -27,6 +27,7 @@ from kvtransfer.commands import (
 from kvtransfer.receiver import Receiver
 from kvtransfer.region import ArenaSpan, RegisteredRegion
 from kvtransfer.sender import Sender
+from kvtransfer.verify import ReadBlocks
 from loopline.clock import Clock
 from loopline.errors import InvariantBroken, TransferError
 from loopline.identity import BudgetCounts, RegionManifest, WorkerId
@@ -84,8 +85,11 @@ class TransferThread:
         codec: NoticeCodec,
         clock: Clock,
         on_event: Callable[[Event], None],
+        read_blocks: ReadBlocks | None = None,
     ) -> None:
-        """`make_agent` is called in the thread. The arena's memory must live until `stop` has returned."""
+        """`make_agent` is called in the thread. The arena's memory must live until `stop` has returned. `read_blocks`:
+        of this arena, called in the thread for every push so that its notice carries a digest; None: it carries none.
+        """
         self._make_agent = make_agent
         self._span = span
         self._settings = settings
@@ -93,6 +97,7 @@ class TransferThread:
         self._codec = codec
         self._clock = clock
         self._on_event = on_event
+        self._read_blocks = read_blocks
         self._commands: queue.Queue[Command] = queue.Queue()
         self._started = threading.Event()
         self._start_error: Exception | None = None
@@ -160,6 +165,7 @@ class TransferThread:
                 self._clock,
                 self._emit,
                 self._limits,
+                self._read_blocks,
             )
             receiver = Receiver(agent, self._codec.decode, self._clock, self._emit)
             self._sender, self._receiver = sender, receiver

@@ -129,6 +129,7 @@ class ClusterConfig(Section):
                 in_flight_limit_bytes=transfer.in_flight_limit_bytes,
                 peer_share=transfer.peer_share,
                 max_push_bytes=transfer.max_push_bytes,
+                verify=transfer.verify,
             ),
             drain_limit_s=self.membership.drain_limit_s,
             faults=faults_of(self.faults, name),
@@ -240,7 +241,7 @@ def _describe(annotation: Any, constraints: list[Any]) -> str:
     if origin in (types.UnionType, typing.Union):
         return " or ".join("null" if arg is type(None) else _describe(arg, constraints) for arg in args)
     if origin is Literal:
-        return " or ".join(args)
+        return " or ".join(str(arg).lower() if isinstance(arg, bool) else str(arg) for arg in args)
     if origin is dict:
         return "a mapping of UCX_NAME to text (quote numbers)"
     if issubclass(annotation, Section):

@@ -5,7 +5,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from loopline.intake import MAX_DEADLINE_S
 
@@ -18,6 +18,11 @@ MessageBytes = Annotated[int, Field(ge=65536, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 UcxName = Annotated[str, Field(pattern=r"^UCX_[A-Z0-9_]+$")]
+
+
+def _off(value: object) -> object:
+    """YAML 1.1 reads off as a boolean."""
+    return "off" if value is False else value
 
 
 class Section(BaseModel):
@@ -135,6 +140,9 @@ class TransferConfig(Section):
     """A link whose warm-up was slower is used, with a warning that names it; null: no floor."""
     max_push_bytes: Count = 256 * 2**20
     """Most bytes of one push, if a block is not larger."""
+    verify: Annotated[Literal["off", "digest"], BeforeValidator(_off)] = "off"
+    """digest: each push carries a digest of its bytes, and one that arrives with others fails its handoff; for
+    debugging."""
 
 
 class MembershipConfig(Section):

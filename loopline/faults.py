@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from loopline.settings import FaultSettings
 
-PUSH_KINDS = ("fail_push", "fail_handle", "delay_push", "drop_push")
+PUSH_KINDS = ("fail_push", "fail_handle", "corrupt_push", "delay_push", "drop_push")
 NOTICE_KINDS = ("drop_notice", "repeat_notice", "reorder_notices")
 TRANSPORT_KINDS = (*PUSH_KINDS, *NOTICE_KINDS, "stop_polling")
 MESSAGE_KINDS = ("drop_message", "repeat_message", "reorder_messages")

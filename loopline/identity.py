@@ -38,6 +38,7 @@ class Cause(StrEnum):
     TRANSFER_FAILED = "transfer_failed"
     TRANSFER_TIMEOUT = "transfer_timeout"
     NO_REPLY = "no_reply"  # a worker that has handled all that came does not know of it
+    CORRUPTED = "corrupted"  # a push's bytes are not those that were sent
     PEER_LOST = "peer_lost"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"

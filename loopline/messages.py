@@ -309,7 +309,9 @@ class HandoffClosed:
 
 @dataclass(frozen=True)
 class PushNotice:
-    """Rides on a push as its NIXL notification; valid only from the agent of the bound writer."""
+    """Rides on a push as its NIXL notification; valid only from the agent of the bound writer. `digest`: of the pushed
+    blocks' bytes, where pushes are verified; else empty."""
 
     key: HandoffKey
     range: PushRange
+    digest: bytes = b""

@@ -84,6 +84,8 @@ class TransferSettings:
     """Part of them that may be on their way to one decode worker."""
     max_push_bytes: int = 256 * 2**20
     """Most bytes of one push, if a block is not larger."""
+    verify: str = "off"
+    """digest: pushes carry a digest of their bytes, which the receiver checks; off: they carry none."""
 
 
 @dataclass(frozen=True, kw_only=True)

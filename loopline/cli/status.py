@@ -13,7 +13,7 @@ from rich.table import Table
 
 from loopline.cli.options import Address, Json
 from loopline.client import Client, ClusterStatus, WorkerInfo
-from loopline.identity import BudgetCounts
+from loopline.identity import BudgetCounts, Cause
 
 _FILE_WIDTH = 160  # of what is not a terminal
 
@@ -72,7 +72,7 @@ def _table(found: ClusterStatus) -> Table:
 
 
 def details(found: ClusterStatus) -> Iterator[str]:
-    """What the table has no room for: links, bytes in flight and handoffs, a line each."""
+    """What the table has no room for: links, bytes in flight, corrupted pushes and handoffs, a line each."""
     for worker in found.workers:
         for link in worker.links:
             rate = f"{link.bytes_per_s / 2**20:,.0f} MiB/s"
@@ -80,6 +80,9 @@ def details(found: ClusterStatus) -> Iterator[str]:
             yield f"{worker.name} to {link.peer}: {link.transport}, {rate} when it was warmed up{mark}"
         if worker.budget is not None:
             yield f"{worker.name}: {_budget(worker.budget)}"
+        num_corrupted = worker.ignored.get(Cause.CORRUPTED, 0)
+        if num_corrupted:
+            yield f"{worker.name}: {num_corrupted} pushes arrived with other bytes than were sent"
         handoffs = ", ".join(f"{count} {state}" for state, count in worker.handoffs.items() if count)
         if handoffs:
             yield f"{worker.name} handoffs: {handoffs}"

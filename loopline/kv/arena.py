@@ -1,5 +1,6 @@
 """The one tensor that holds a worker's blocks. The only module of `loopline.kv` that imports torch."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,12 @@ class Arena:
     def num_bytes(self) -> int:
         """Bytes of the tensor, null block included."""
         return (self.num_blocks + 1) * self.layout.block_bytes
+
+    def read_blocks(self, block_ids: Sequence[int]) -> Iterator[memoryview]:
+        """Each block's bytes as they are now: on a CPU the memory itself, on CUDA a copy on the host."""
+        rows = self.tensor.view(self.num_blocks + 1, -1).view(torch.uint8)  # [num_blocks + 1, block_bytes]
+        for block in block_ids:
+            yield rows[block].cpu().numpy().data
 
 
 def allocate_arena(layout: KVLayout, num_blocks: int, device: str) -> Arena:

@@ -194,6 +194,7 @@ def _load(settings: WorkerSettings, policy: RolePolicy, agent_name: str, faults:
         codec=NoticeCodec(encode_push_notice, decode_push_notice),
         clock=MonotonicClock(),
         on_event=inbox.put,
+        read_blocks=arena.read_blocks if settings.transfer.verify == "digest" else None,
     )
     return _Loaded(engine, fingerprint, inbox, transfer, transfer.start())
 

@@ -5,6 +5,7 @@ The token that makes a cluster ready is the first push, notice and handoff, so f
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,6 +115,20 @@ def test_a_push_past_its_deadline_costs_no_token_and_lands_in_quarantine(
         check_answers_with_quarantine(cluster, expected)
         check_committed(tmp_path, "prefill-0", "delay_push of push 3")
         cluster.wait_idle()
+        assert ask_all(cluster) == expected
+
+
+def test_a_corrupted_push_costs_no_token_where_pushes_are_verified(
+    tmp_path: Path, expected: list[tuple[int, ...]]
+) -> None:
+    fault: dict[str, object] = {"worker": "prefill-0", "do": "corrupt_push", "at": 3}
+    with faulty(tmp_path, fault, transfer={"verify": "digest"}) as cluster:
+        assert ask_all(cluster) == expected
+        check_committed(tmp_path, "prefill-0", "corrupt_push of push 3")
+        cluster.wait_idle()
+        assert cluster.workers()["decode-0"].ignored["corrupted"] == 1
+        log = (tmp_path / "run" / "decode-0.log").read_text(encoding="utf-8")
+        assert len(re.findall(r"request \S+, generation \d+: push \d+ \(blocks \d+ to \d+ of the request\)", log)) == 1
         assert ask_all(cluster) == expected
 
 

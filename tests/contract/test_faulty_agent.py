@@ -130,6 +130,18 @@ def test_a_handle_that_fails_although_the_bytes_arrive(make_pair: MakePair) -> N
 
 
 @both_transports
+def test_a_corrupted_push_differs_in_one_byte_and_only_at_the_target(make_pair: MakePair) -> None:
+    pair = make_pair(FaultSettings(do="corrupt_push", at=2))
+    before = pair.from_bytes.copy()
+    for number in (1, 2, 3):
+        assert pair.finish(pair.push(number)).state is HandleState.DONE
+    wait_for(lambda: pair.poll_target() or len(pair.notices) >= 3)
+    assert [pair.has_bytes(number) for number in (1, 2, 3)] == [True, False, True]
+    assert np.count_nonzero(pair.to_bytes[:256] != pair.from_bytes[:256]) == 64 + 1  # push 0 was not sent
+    assert np.array_equal(pair.from_bytes, before)
+
+
+@both_transports
 def test_a_delayed_push_is_sent_later(make_pair: MakePair) -> None:
     pair = make_pair(FaultSettings(do="delay_push", at=1, seconds=5.0))
     handle, other = pair.push(1), pair.push(2)

@@ -4,7 +4,7 @@ NIXL target in a process of its own that is stopped."""
 import signal
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -36,6 +36,7 @@ from kvtransfer.local_agent import LocalAgent, LocalHub
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.region import ArenaSpan
 from kvtransfer.transfer_thread import NoticeCodec, TransferThread
+from kvtransfer.verify import DIGEST_BYTES, digest_of
 from loopline.clock import MonotonicClock
 from loopline.identity import Cause, HandoffKey, Peer, RegionManifest, WorkerId
 from loopline.messages import CloseState, PushNotice, PushRange
@@ -73,6 +74,7 @@ class Side:
             codec=CODEC,
             clock=MonotonicClock(),
             on_event=self._take,
+            read_blocks=self.read_blocks if settings.verify == "digest" else None,
         )
         self.endpoint = self.thread.start()
 
@@ -96,6 +98,9 @@ class Side:
     def of(self, kind: type[EventT]) -> list[EventT]:
         return [event for event in self.events if isinstance(event, kind)]
 
+    def read_blocks(self, block_ids: Sequence[int]) -> list[memoryview]:
+        return [memoryview(self.block(index)) for index in block_ids]
+
     def block(self, index: int) -> bytes:
         return self.arena[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES].tobytes()
 
@@ -107,14 +112,16 @@ class Sides:
         self._make = make
         self._sides: list[Side] = []
 
-    def start(self, push_timeout_s: float = 30.0, limit_blocks: int = 1024) -> Side:
+    def start(self, push_timeout_s: float = 30.0, limit_blocks: int = 1024, verify: str = "off") -> Side:
         limit = limit_blocks * BLOCK_BYTES
-        settings = TransferSettings(push_timeout_s=push_timeout_s, in_flight_limit_bytes=limit)
+        settings = TransferSettings(push_timeout_s=push_timeout_s, in_flight_limit_bytes=limit, verify=verify)
         self._sides.append(Side(self._make, len(self._sides), settings))
         return self._sides[-1]
 
-    def connected(self, push_timeout_s: float = 30.0, limit_blocks: int = 1024) -> tuple[Side, Side]:
-        source, target = self.start(push_timeout_s, limit_blocks), self.start()
+    def connected(
+        self, push_timeout_s: float = 30.0, limit_blocks: int = 1024, verify: str = "off"
+    ) -> tuple[Side, Side]:
+        source, target = self.start(push_timeout_s, limit_blocks, verify), self.start()
         source.thread.submit(ConnectPeer(target.peer, target.endpoint.metadata, target.endpoint.region))
         source.wait(PeerConnected)
         return source, target
@@ -161,6 +168,20 @@ def test_a_handoff_of_two_pushes(sides: Sides) -> None:
     assert source.thread.in_flight_bytes() == 0
     source.thread.submit(Close(key("r"), "late"))
     assert source.wait(CloseReport) == [CloseReport(key("r"), CloseState.CLOSED, ("late",))]
+
+
+def test_a_notice_carries_the_digest_of_what_was_sent(sides: Sides) -> None:
+    """Equal to that of what has landed, until one byte there is changed."""
+    source, target = sides.connected(verify="digest")
+    targets = (10, 11, 20)
+    source.thread.submit(OpenHandoff(key("r"), target.peer.worker, 0, targets))
+    source.thread.submit(Push(key("r"), PushRange(0, 0, 3), (1, 2, 3)))
+    notice = target.wait(PushArrived)[0].notice
+    assert len(notice.digest) == DIGEST_BYTES
+    assert digest_of(target.read_blocks(targets)) == notice.digest
+    target.arena[20 * BLOCK_BYTES + 7] ^= 1
+    assert digest_of(target.read_blocks(targets)) != notice.digest
+    assert target.thread.ignored() == ()
 
 
 def test_connecting_again_repeats_the_answer(sides: Sides) -> None:

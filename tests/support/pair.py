@@ -63,7 +63,15 @@ class Channels:
 class Pair:
     """Both cores and what lies between them."""
 
-    def __init__(self, prefill_engine: Engine, decode_engine: Engine, name: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        prefill_engine: Engine,
+        decode_engine: Engine,
+        name: str,
+        clock: Clock | None = None,
+        verify: bool = False,
+    ) -> None:
+        """`verify`: pushes carry a digest."""
         self.prefill_engine, self.decode_engine = prefill_engine, decode_engine
         self.channels = Channels()
         self.prefill_peer = Peer(WorkerId(f"{name}-p", 1), "prefill-0", "nowhere:1")
@@ -81,6 +89,7 @@ class Pair:
             PUSH_TIMEOUT_S,
             clock,
             self.channels.prefill_events.append,
+            read_blocks=prefill_engine.arena.read_blocks if verify else None,
         )
         self.receiver = Receiver(self._decode_agent, decode_push_notice, clock, self.channels.decode_events.append)
         self.prefill = HandoffOut(

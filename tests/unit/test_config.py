@@ -41,7 +41,7 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
         kv: {block_size: 8}
         prefill: {num_blocks: 7, chunk_tokens: 64}
         decode: {num_blocks: 9, deterministic: false, num_threads: 2}
-        transfer: {ucx: {UCX_TLS: tcp, UCX_A: "1"}, error_mode: none}
+        transfer: {ucx: {UCX_TLS: tcp, UCX_A: "1"}, error_mode: none, verify: off}
         membership: {drain_limit_s: 4}
     """
     config = load_config(_write(tmp_path, text))
@@ -53,6 +53,7 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
     assert (decode.engine.dtype, decode.engine.max_loops, decode.engine.block_size) == ("fp32", 3, 8)
     assert prefill.drain_limit_s == decode.drain_limit_s == 4
     assert decode.transfer.ucx == (("UCX_A", "1"), ("UCX_TLS", "tcp"))
+    assert (decode.transfer.error_mode, decode.transfer.verify) == ("none", "off")
     with pytest.raises(ConfigError, match="prefill, decode"):
         config.worker_settings("both", "x", "y")
 
@@ -71,6 +72,9 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
         ("model: {path: m}\nprefil: {}", "prefil: no such key; allowed: name, model, kv,"),
         ("model: {path: m}\nkv: {block_size: 0}", "kv.block_size is 0; allowed: a whole number, at least 1"),
         ("model: {path: m}\nkv: {block_size: '16'}", "kv.block_size is '16'; allowed: a whole number, at least 1"),
+        ("model: {path: m}\nkv: {prefix_cache: 3}", "kv.prefix_cache is 3; allowed: auto or true or false"),
+        ("model: {path: m}\ndecode: {steps_ahead: 2}", "decode.steps_ahead is 2; allowed: 0 or 1 or null"),
+        ("model: {path: m}\ntransfer: {verify: on}", "transfer.verify is True; allowed: off or digest"),
         ("model: {path: m}\nkv: 16", "kv is 16; allowed: a mapping with the keys block_size"),
         (
             "model: {path: m}\ndecode: {num_blocks: x}",

@@ -108,10 +108,12 @@ def test_a_status_shows_links_and_bytes_in_flight() -> None:
     )
     budget = BudgetCounts(12 * 2**20, 2 * 2**30, 3, 0.31)
     prefill = worker("p0", BlockCounts(1, 0, 0, 0, 1), links=links, budget=budget, handoffs={"open": 2})
-    status = ClusterStatus(workers=(prefill,), queued=0, running=0, serving=True, epoch=1)
+    decode = worker("d0", BlockCounts(1, 0, 0, 0, 1), ignored={"corrupted": 2, "stale": 1})
+    status = ClusterStatus(workers=(prefill, decode), queued=0, running=0, serving=True, epoch=1)
     assert list(details(status)) == [
         "p0 to d0: ucx:auto, 1,024 MiB/s when it was warmed up",
         "p0 to d1: ucx:tcp, 1 MiB/s when it was warmed up (SLOW: under the configured floor)",
         "p0: in flight 12 MiB of 2 GiB, waited 0.3 s, 3 pushes wait",
         "p0 handoffs: 2 open",
+        "d0: 2 pushes arrived with other bytes than were sent",
     ]

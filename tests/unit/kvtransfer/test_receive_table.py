@@ -57,6 +57,28 @@ def test_pushes_then_commit_activates() -> None:
     assert table.holders() == {}
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_corrupted_push_is_not_counted_on_and_its_blocks_wait_for_the_writer(is_committed: bool) -> None:
+    table, agent = bound(), WRITER.worker.agent_name
+    assert table.landing_blocks(agent, PushNotice(KEY, FIRST)) == (7, 8, 9)
+    assert table.landing_blocks(OTHER.worker.agent_name, PushNotice(KEY, FIRST)) == ()
+    assert arrive(table, FIRST) == ()
+    assert table.landing_blocks(agent, PushNotice(KEY, FIRST)) == ()  # a second time
+    if is_committed:
+        assert table.committed(commit(FIRST, SECOND)) == CommitTaken(KEY)
+    assert table.landing_blocks(agent, PushNotice(KEY, SECOND)) == (3,)
+    assert table.push_corrupted(KEY) == (
+        GaveUp(KEY, Cause.CORRUPTED),
+        FreeBlocks(KEY, (7, 8, 9)),
+        Quarantine(KEY, (3,), WRITER),
+        AskClose(KEY, WRITER),
+    )
+    assert table.ignored() == (("corrupted", 1),)
+    assert table.landing_blocks(agent, PushNotice(KEY, SECOND)) == ()
+    assert table.writer_closed(KEY, WRITER.worker, CloseState.CLOSED) == (FreeQuarantined(KEY, (3,)),)
+    assert table.landing_blocks(agent, PushNotice(KEY, SECOND)) == ()
+
+
 def test_commit_then_pushes_activates_with_the_last() -> None:
     table = bound()
     assert table.committed(commit(FIRST, SECOND)) == CommitTaken(KEY)

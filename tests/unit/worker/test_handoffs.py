@@ -11,6 +11,7 @@ from decode_worker.handoff_in import ASK_AGAIN_S
 from kvtransfer.commands import Close, Quiesce, Quiesced
 from loopline.engine.engine import Engine
 from loopline.identity import BlockRun, Cause, HandoffKey
+from loopline.kv.block_pool import ids_of
 from loopline.messages import (
     Bind,
     Cancel,
@@ -38,10 +39,11 @@ def engines() -> tuple[Engine, Engine]:
     return make_engines()
 
 
-@pytest.fixture
-def pair(engines: tuple[Engine, Engine]) -> Iterator[Pair]:
-    """A pair; after the test every block of both is free, once what was left was cancelled."""
-    made = Pair(*engines, name=f"unit{next(NAMES)}", clock=OwnClock())
+@pytest.fixture(params=[False])
+def pair(engines: tuple[Engine, Engine], request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A pair; after the test every block of both is free, once what was left was cancelled. `param`: whether pushes
+    carry digests."""
+    made = Pair(*engines, name=f"unit{next(NAMES)}", clock=OwnClock(), verify=request.param)
     yield made
     for core in (made.decode, made.prefill):
         core.handle(Cancel(KEY, Cause.CANCELLED))
@@ -67,12 +69,7 @@ def grant(pair: Pair) -> Granted:
 
 def prefill(pair: Pair) -> Commit:
     """Everything up to the commit, which is on its way; all pushes have landed and the handoff has drained."""
-    granted = grant(pair)
-    pair.prefill.handle(StartPrefill(KEY, request(), pair.decode_peer, granted.first_block, granted.runs, 60.0))
-    while pair.step_prefill():
-        pass
-    while pair.carry_out_command() or pair.poll_receiver() or pair.poll_sender():
-        pass
+    start(pair)
     while pair.deliver_prefill_events() or pair.deliver_decode_events():
         pass
     assert isinstance(pair.channels.from_prefill.pop(), Prefilled)
@@ -84,6 +81,48 @@ def failure(pair: Pair) -> RequestFailed:
     (failed,) = pair.channels.from_prefill
     assert isinstance(failed, RequestFailed) and failed.key == KEY
     return failed
+
+
+def start(pair: Pair) -> tuple[int, ...]:
+    """Everything up to the landing of all pushes, whose notices are on their way; the target's blocks."""
+    granted = grant(pair)
+    pair.prefill.handle(StartPrefill(KEY, request(), pair.decode_peer, granted.first_block, granted.runs, 60.0))
+    while pair.step_prefill():
+        pass
+    while pair.carry_out_command() or pair.poll_receiver() or pair.poll_sender():
+        pass
+    return tuple(ids_of(granted.runs))
+
+
+@pytest.mark.parametrize("pair", [True], indirect=True)
+def test_a_push_whose_bytes_were_changed_fails_its_request_alone(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    block_ids = start(pair)
+    pair.decode_engine.arena.tensor[block_ids[1]].view(-1)[3] += 1.0  # of three blocks in two pushes
+    pair.channels.from_decode.clear()
+    while pair.deliver_decode_events():
+        pass
+    (failed,) = pair.channels.from_decode
+    assert isinstance(failed, RequestFailed)
+    assert (failed.key, failed.cause) == (KEY, Cause.CORRUPTED)
+    words = "push 0 (blocks 0 to 1 of the request) arrived with other bytes than were sent"
+    assert failed.detail == words
+    assert f"request r, generation 1: {words}" in caplog.text
+    assert dict(pair.decode.ignored())["corrupted"] == 1
+    assert pair.decode.handoffs() == (("quarantined", 1),)
+    pair.settle()  # the writer closes the handoff, and its blocks are free
+    assert pair.decode.handoffs() == ()
+    assert pair.decode_engine.ledger.counts().quarantined == 0
+
+
+@pytest.mark.parametrize("pair", [True], indirect=True)
+def test_pushes_whose_bytes_are_right_count(pair: Pair) -> None:
+    start(pair)
+    pair.settle()
+    tokens = [
+        row.token_id for message in pair.channels.from_decode if isinstance(message, StepTokens) for row in message.rows
+    ]
+    assert len(tokens) == 3
+    assert dict(pair.decode.ignored()).get("corrupted") is None
 
 
 def test_an_undelivered_commit_fails_the_request_although_the_handoff_drained(pair: Pair) -> None:

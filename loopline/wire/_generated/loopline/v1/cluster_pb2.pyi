@@ -515,9 +515,11 @@ class HandoffClosed(_message.Message):
     def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., state: _Optional[str] = ...) -> None: ...
 
 class PushNotice(_message.Message):
-    __slots__ = ("key", "range")
+    __slots__ = ("key", "range", "digest")
     KEY_FIELD_NUMBER: _ClassVar[int]
     RANGE_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     key: HandoffKey
     range: PushRange
-    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., range: _Optional[_Union[PushRange, _Mapping]] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., range: _Optional[_Union[PushRange, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
