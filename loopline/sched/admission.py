@@ -6,7 +6,8 @@ pass it, `max_passes` times in all; then nobody does until it is in. A request t
 Growth is promised at admission: `growth_share` of what a request may still grow by. With 1, whatever runs can finish;
 below 1 more requests run at once, and when blocks run out the youngest steps back and is computed again.
 
-Of requests with a common prefix one computes it while the others wait for its blocks.
+Of requests with a common prefix one computes it while the others wait for its blocks; they do not wait for one that is
+itself held back.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from loopline.kv.digests import BlockDigests, prefix_root
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.request import Request
 from loopline.sched.entry import Entry, Phase
-from loopline.sched.policy import RolePolicy
+from loopline.sched.policy import HoldsBack, RolePolicy
 from loopline.sched.queue import WaitingQueue
 from loopline.settings import SchedulerSettings
 
@@ -34,12 +35,14 @@ class Admission:
         self._ledger = ledger
         self._settings = settings
         self._policy = policy
+        self._holds_back = policy if isinstance(policy, HoldsBack) else None
         self._prefix_parts = prefix_parts
         self._roots: dict[int, bytes] = {}  # by depth
         self._waiting = WaitingQueue(settings.max_waiting)
         self._computing: dict[bytes, Entry] = {}  # digest of a block that is being computed -> who does it
         self._news = 0  # counts what may let a waiting request in
         self._stuck_at: tuple[int, ...] | None = None
+        self._waited_for: list[Entry] = []  # who computed a prefix that others wait for, at the last look
         self.num_preempted = 0
 
     def __len__(self) -> int:
@@ -92,8 +95,9 @@ class Admission:
         if not len(self._waiting) or num_running >= self._settings.max_running:
             return admitted
         state = (self._news, num_running, self._ledger.num_free_blocks, self._ledger.num_promised_blocks)
-        if state == self._stuck_at:
+        if state == self._stuck_at and not any(self._is_held(entry) for entry in self._waited_for):
             return admitted
+        self._waited_for.clear()
         blocked: Entry | None = None
         for entry in self._waiting.first(_LOOK_AHEAD):
             if num_running + len(admitted) >= self._settings.max_running:
@@ -131,7 +135,8 @@ class Admission:
         # All of it cached: the last token is computed again, because its logits are what comes next.
         entry.num_computed = entry.num_planned = min(entry.num_cached, num_known - 1)
         for digest in digests[entry.num_cached // self._ledger.block_size :]:
-            self._computing.setdefault(digest, entry)
+            if (other := self._computing.get(digest)) is None or self._is_held(other):
+                self._computing[digest] = entry
         return True
 
     # ---- common prefixes
@@ -156,12 +161,19 @@ class Admission:
         return bool(forgotten)
 
     def _waits_for_prefix(self, entry: Entry) -> bool:
-        """Is the first block that this entry lacks being computed by another?"""
+        """Is the first block that this entry lacks being computed by another that may compute?"""
         if entry.digests is None or not self._computing:
             return False
         digests = entry.digests.digests
         num_hits = len(self._ledger.prefix.match(digests))
-        return num_hits < len(digests) and digests[num_hits] in self._computing
+        other = self._computing.get(digests[num_hits]) if num_hits < len(digests) else None
+        if other is None or self._is_held(other):
+            return False
+        self._waited_for.append(other)
+        return True
+
+    def _is_held(self, entry: Entry) -> bool:
+        return self._holds_back is not None and not self._holds_back.may_compute(entry.request.request_id)
 
     def _digests(self, request: Request) -> BlockDigests | None:
         if self._prefix_parts is None:

@@ -7,6 +7,7 @@ no block is handed out which a step may still write, the engine that every row g
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from loopline.kv.ledger import Allocation
 from loopline.messages import TokenRow
 from loopline.request import Request
 from loopline.sched.plan import StepOutcome, StepPlan
+from loopline.sched.policy import UnifiedPolicy
 from loopline.settings import SchedulerSettings
 from tests.support.scheduling import (
     BLOCK_SIZE,
@@ -50,6 +52,7 @@ def check_plan(plan: StepPlan, limit: int) -> None:
 
 
 ACTIONS = ("submit", "submit", "arrive", "step", "step", "plan", "commit", "cancel", "again", "bad row", "fail")
+HOLDING = (*ACTIONS, "hold", "hold")
 GENTLE = ("submit", "submit", "arrive", "step", "plan", "commit")
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(1, 4), st.sampled_from([1, 1, 10]))
 
@@ -68,11 +71,22 @@ def settings_of(steps_ahead: int, growth_share: float, chunk_tokens: int) -> Sch
     )
 
 
+@dataclass(frozen=True)
+class HoldingPolicy(UnifiedPolicy):
+    """Holds back the requests whose names it has."""
+
+    held: set[str] = field(default_factory=set)
+
+    def may_compute(self, request_id: str) -> bool:
+        return request_id not in self.held
+
+
 class Player:
     """Plays a script, checks all that must hold after every call, and keeps what each request was given."""
 
     def __init__(self, chosen: SchedulerSettings, parts: tuple[str, ...] | None) -> None:
-        self.ledger, self.scheduler = make(chosen, parts=parts)
+        self.policy = HoldingPolicy()
+        self.ledger, self.scheduler = make(chosen, self.policy, parts)
         self.engine = ScriptedEngine(self.scheduler, chosen.steps_ahead)
         self.alive: dict[str, Request] = {}
         self.rows: dict[tuple[str, int], list[TokenRow]] = {}  # by id and attempt
@@ -82,6 +96,7 @@ class Player:
         for number, (action, shape) in enumerate(script):
             self._act(number, action, shape)
             self._check()
+        self.policy.held.clear()
         num_steps = 0
         while self.scheduler.has_work:
             self._step()
@@ -103,6 +118,8 @@ class Player:
             attempt = self.alive[name].attempt + 1
             self._cancel(name)
             self._submit(_request(name, shape, attempt))
+        elif action == "hold" and name is not None:
+            self.policy.held.symmetric_difference_update({name})
         elif action == "plan":
             self._plan()
         elif action == "commit":
@@ -195,10 +212,10 @@ def _request(name: str, shape: Shape, attempt: int = 1) -> Request:
 def test_every_request_ends_with_its_own_answer(
     steps_ahead: int, growth_share: float, parts: tuple[str, ...] | None
 ) -> None:
-    """Also while the youngest are preempted, and while all prompts share their beginnings."""
+    """Also while the youngest are preempted, while some are held back, and while all prompts share their beginnings."""
 
     @settings(max_examples=EXAMPLES // 4, deadline=None)
-    @given(scripts(), st.sampled_from([4, 8, 16]))
+    @given(scripts(HOLDING), st.sampled_from([4, 8, 16]))
     def run(script: Script, chunk_tokens: int) -> None:
         player = Player(settings_of(steps_ahead, growth_share, chunk_tokens), parts)
         player.play(script)

@@ -13,6 +13,12 @@ class Holding(HoldPolicy):
         return request_id not in self.held
 
 
+class Sharing(Holding):
+    """Requests with one beginning compute it once."""
+
+    shares_prefixes = True
+
+
 def test_a_held_request_is_skipped_and_others_go_on() -> None:
     policy = Holding()
     ledger, scheduler = make(policy=policy)
@@ -58,4 +64,32 @@ def test_a_held_request_can_be_removed() -> None:
     assert allocation is not None
     ledger.release(allocation)
     assert not scheduler.has_work
+    ledger.audit()
+
+
+def test_nobody_waits_for_the_prefix_of_a_held_request() -> None:
+    """Three with one beginning: while the first computes the others wait; when it is held one of them computes it."""
+    policy = Sharing()
+    ledger, scheduler = make(policy=policy, parts=("weights",))
+    for name in ("first", "second", "third"):
+        assert scheduler.submit(request(name, 40, 5)) is None
+    plan = scheduler.plan()
+    assert plan is not None and plan.request_ids == ["first"]
+    scheduler.commit(plan, run_scripted(plan))
+    policy.held.add("first")
+    rows = []
+    while (plan := scheduler.plan()) is not None:
+        assert "first" not in plan.request_ids
+        assert len(plan.request_ids) == 1 or rows  # the third waits for the second
+        rows += scheduler.commit(plan, run_scripted(plan)).rows
+    assert [row.request_id for row in rows] == ["second", "third"]
+    policy.held.clear()
+    while (plan := scheduler.plan()) is not None:
+        assert plan.request_ids == ["first"]
+        rows += scheduler.commit(plan, run_scripted(plan)).rows
+    assert rows[-1].request_id == "first"
+    for name in ("first", "second", "third"):
+        allocation = scheduler.remove(name)
+        assert allocation is not None
+        ledger.release(allocation)
     ledger.audit()
