@@ -132,6 +132,8 @@ class ClusterConfig(Section):
                 verify=transfer.verify,
             ),
             drain_limit_s=self.membership.drain_limit_s,
+            quarantine_limit=self.membership.quarantine_limit,
+            quarantine_patience_s=self.membership.lease_s + self.membership.drain_limit_s,
             faults=faults_of(self.faults, name),
         )
 

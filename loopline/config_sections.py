@@ -155,6 +155,9 @@ class MembershipConfig(Section):
     reply_timeout_s: Seconds = 5.0
     """A worker that goes on working for this long, and neither answers nor knows of what it was given, has lost it: the
     request starts again."""
+    quarantine_limit: Fraction = 0.5
+    """Part of a worker's blocks: where more of them are in quarantine for longer than lease_s + drain_limit_s, the
+    worker drains, ends with status 3 and is started again."""
 
 
 class LauncherConfig(Section):

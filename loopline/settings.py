@@ -133,5 +133,9 @@ class WorkerSettings:
     """How long to try to reach the coordinator, or to be let in by it, before giving up."""
     drain_limit_s: float = 10.0
     """How long a leaving worker may finish what runs, where the order to leave names no limit."""
+    quarantine_limit: float = 1.0
+    """Part of the arena's blocks: with more of them in quarantine for `quarantine_patience_s` the worker drains, ends
+    and asks to be started again. 1: never."""
+    quarantine_patience_s: float = 13.0
     faults: tuple[FaultSettings, ...] = ()
     """What it does wrong on purpose."""

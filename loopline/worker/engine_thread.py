@@ -109,6 +109,8 @@ class EngineListener:
     """Asked for what the transfer thread has ignored."""
     transfer_budget: Callable[[], BudgetCounts | None] = lambda: None
     """Asked for the budget of bytes in flight, of a worker that has one."""
+    on_measured: Callable[[WorkerLoad], None] | None = None
+    """Every load, several times a second."""
 
 
 class EngineThread:
@@ -185,6 +187,8 @@ class EngineThread:
         before, was_drained = self._board.read(), self._board.is_drained
         after = self._measure(busy)
         self._board.publish(after, self._core.is_draining, self._handled_at_s)
+        if self._listener.on_measured is not None:
+            self._listener.on_measured(after)
         changed = was_drained != self._board.is_drained or _outline(before) != _outline(after)
         if changed and not busy:
             self._listener.on_settled()

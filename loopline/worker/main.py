@@ -24,7 +24,8 @@ class WorkerArguments:
 
 
 def worker_main(role: str, policy: RolePolicy, build_role: BuildRole, arguments: Sequence[str] | None) -> int:
-    """Exit status: 0 after a drain or a stop, 1 after a failure of ours, 2 for what the operator must mend."""
+    """Exit status: 0 after a drain or a stop, 1 after a failure of ours, 2 for what the operator must mend,
+    3 for one that has drained and asks to be started again."""
     try:
         parsed = parse_worker_arguments(role, arguments)
     except OperatorError as error:

@@ -13,6 +13,7 @@ class Orders:
         """`drain_limit_s`: for drains that name no limit."""
         self._default_limit_s = drain_limit_s
         self._limit_s = drain_limit_s
+        self.wants_restart = False
         self._drain = asyncio.Event()
         self._stop = asyncio.Event()
 
@@ -32,6 +33,13 @@ class Orders:
             logger.info("draining for at most %g s", limit_s)
             self._limit_s = limit_s
             self._drain.set()
+
+    def restart(self, reason: str) -> None:
+        """Drain, and leave with the wish to be started again; nothing where the worker leaves already."""
+        if not self.is_draining:
+            logger.warning("%s", reason)
+            self.wants_restart = True
+            self.drain(self._default_limit_s)
 
     def stop(self) -> None:
         """Leave now."""

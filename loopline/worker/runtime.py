@@ -24,7 +24,7 @@ from kvtransfer.transfer_thread import NoticeCodec, TransferEndpoint, TransferTh
 from loopline.clock import Clock, MonotonicClock
 from loopline.engine.engine import Engine
 from loopline.errors import LooplineError, OperatorError, TransferError
-from loopline.identity import Fingerprint, Peer, Role, WorkerId
+from loopline.identity import Fingerprint, Peer, Role, WorkerId, WorkerLoad
 from loopline.messages import CoordinatorMessage, Drain, PeerGone, Register, WorkerMessage
 from loopline.process import leave, on_terminate, watch_life_pipe
 from loopline.sched.policy import RolePolicy
@@ -38,10 +38,12 @@ from loopline.worker.events import BeginDrain, CoordinatorLost
 from loopline.worker.faults import WorkerFaults, no_fault
 from loopline.worker.orders import Orders
 from loopline.worker.peer_calls import PeerCalls
+from loopline.worker.quarantine_watch import QuarantineWatch
 
 logger = logging.getLogger(__name__)
 EXIT_FAILED = 1
 EXIT_OPERATOR = 2
+EXIT_RESTART = 3
 _STOP_GRACE_S = 0.2
 _FLUSH_LIMIT_S = 3.0
 
@@ -89,17 +91,16 @@ def run_worker(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
     stderr. Where a thread of ours hangs the process leaves from here, and the call does not return.
     """
     try:
-        asyncio.run(_run(settings, policy, build_role, life_fd))
+        return asyncio.run(_run(settings, policy, build_role, life_fd))
     except (OperatorError, TransferError) as error:
         sys.stderr.write(f"{settings.name}: {error}\n")
         return EXIT_OPERATOR
     except Exception:
         logger.exception("the worker failed")
         return EXIT_FAILED
-    return 0
 
 
-async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRole, life_fd: int | None) -> None:
+async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRole, life_fd: int | None) -> int:
     loop = asyncio.get_running_loop()
     orders = Orders(settings.drain_limit_s)
     on_terminate(loop, orders.terminate)
@@ -121,6 +122,7 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
         if not await asyncio.to_thread(loaded.transfer.stop):
             logger.error("the transfer thread does not stop; leaving without it")
             leave(EXIT_FAILED)  # its agent may still write the arena, so the memory must not be freed in order
+    return EXIT_RESTART if orders.wants_restart else 0
 
 
 async def _first_of(wanted: "asyncio.Task[Any]", *others: Any) -> bool:
@@ -245,7 +247,12 @@ class _Worker:
         )
         self._parts = build_role(context)
         budget = loaded.transfer.budget_counts if settings.role == Role.PREFILL else lambda: None
-        listener = EngineListener(self._on_settled, self._on_engine_failed, loaded.transfer.ignored, budget)
+        self._clock = clock
+        self._quarantine = QuarantineWatch(settings.quarantine_limit, settings.quarantine_patience_s)
+        transfer = loaded.transfer
+        listener = EngineListener(
+            self._on_settled, self._on_engine_failed, transfer.ignored, budget, self._on_measured
+        )
         core = self._parts.core if faults is None else faults.core(self._parts.core)
         self._engine_thread = EngineThread(engine, core, loaded.inbox, self._board, listener, clock)
         self._take = self._on_message if faults is None else faults.messages(self._on_message)
@@ -312,6 +319,11 @@ class _Worker:
         """In the engine thread."""
         self._attachment.beat()
         self._loop.call_soon_threadsafe(self._settled.set)
+
+    def _on_measured(self, load: WorkerLoad) -> None:
+        """In the engine thread."""
+        if self._quarantine.is_over(load.blocks, self._clock.now_s()):
+            self._loop.call_soon_threadsafe(self._orders.restart, self._quarantine.describe(load.blocks))
 
     def _on_engine_failed(self, error: Exception) -> None:
         """In the engine thread."""

@@ -26,3 +26,16 @@ def test_a_drain_message_brings_its_limit() -> None:
         assert await orders.wait_drain() == 0.5
 
     asyncio.run(main())
+
+
+def test_a_wish_to_be_started_again_is_a_drain_and_comes_too_late_after_one() -> None:
+    async def main() -> None:
+        orders = Orders(7.0)
+        orders.restart("why")
+        assert await orders.wait_drain() == 7.0 and orders.wants_restart
+        leaving = Orders(7.0)
+        leaving.drain(1.0)
+        leaving.restart("why")
+        assert not leaving.wants_restart
+
+    asyncio.run(main())

@@ -61,3 +61,11 @@ def test_a_hung_engine_thread_cannot_keep_the_process(order: Callable[[Broken], 
     assert "the engine thread does not stop" in log
     if order is Broken.signal_twice:
         broken.close_life_pipe()
+
+
+def test_a_worker_whose_blocks_stay_in_quarantine_leaves_to_be_started_again() -> None:
+    log = (broken := Broken("quarantine")).end()
+    broken.close_life_pipe()
+    assert broken.process.returncode == 3
+    assert "5 of 8 blocks are in quarantine, and more than 0.5 of them have been for 0.2 s" in log
+    assert "draining for at most 10 s" in log and "not drained" not in log
