@@ -30,6 +30,6 @@ class QuarantineWatch:
     def describe(self, blocks: BlockCounts) -> str:
         """One line for the log."""
         return (
-            f"{blocks.quarantined} of {blocks.total} blocks are in quarantine, and more than {self._limit:g} of them have "
-            f"been for {self._patience_s:g} s: this worker drains and ends, to be started again"
+            f"{blocks.quarantined} of {blocks.total} blocks are in quarantine, and more than {self._limit:g} of them "
+            f"have been for {self._patience_s:g} s: this worker drains and ends, to be started again"
         )

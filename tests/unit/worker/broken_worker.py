@@ -1,6 +1,6 @@
 """`python -m tests.unit.worker.broken_worker hang|fail|quarantine LIFE_FD`: a worker process without a coordinator
-whose engine thread hangs or fails as soon as it runs, or whose blocks are in quarantine for good. It says so on standard
-output first."""
+whose engine thread hangs or fails as soon as it runs, or whose blocks are in quarantine for good. It says so on
+standard output first."""
 
 import sys
 import threading
