@@ -136,8 +136,10 @@ class FaultyAgent:
             self._inner.release(write.inner)
 
     def take_notices(self) -> list[Notice]:
+        """Raises TransferError while the transport stands still: an empty answer would count as a poll, and polls are
+        what shows that a dead peer's last bytes have landed."""
         if self._is_silent():
-            return []
+            raise TransferError("fault: the transport stands still, nothing was polled")
         self._post_delayed()
         self._arrived.extend(self._inner.take_notices())
         out, self._kept = self._kept, []
