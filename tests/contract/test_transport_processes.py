@@ -31,9 +31,9 @@ ROOT = Path(__file__).resolve().parents[2]
 class OtherProcess:
     """`transport_peer.py`, driven line by line."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, size: int = SIZE) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("transport_peer.py")), name, str(SIZE)],
+            [sys.executable, str(Path(__file__).with_name("transport_peer.py")), name, str(size)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -2,7 +2,8 @@
 
 Reads one command a line on stdin, answers one JSON object a line on stdout:
 `describe`, `expect COUNT` (poll until COUNT notices came; with the sum of the arena), `quit`. It polls only in
-`expect`. `push ADDRESS SIZE METADATA` fills its arena with ones and posts a write of it that it never looks after.
+`expect` and `drive`. `push ADDRESS SIZE METADATA [NOTICE]` fills its arena with ones and posts a write of its first
+SIZE bytes that it does not look after; `drive` polls all these writes until they have ended, and says how.
 """
 
 import json
@@ -11,6 +12,7 @@ import time
 
 import numpy as np
 
+from kvtransfer.agent import Handle
 from kvtransfer.manifest import Descriptors
 from kvtransfer.nixl_agent import NixlAgent
 from loopline.settings import TransferSettings
@@ -23,6 +25,8 @@ def main() -> None:
     agent = NixlAgent(name, TransferSettings(ucx=(("TLS", "tcp"), ("NET_DEVICES", "lo"))))
     arena = np.zeros(num_bytes, dtype=np.uint8)
     agent.register(arena.ctypes.data, num_bytes, "DRAM", 0)
+    peers: dict[str, str] = {}  # by their metadata
+    handles: list[Handle] = []
     for line in sys.stdin:
         command, *arguments = line.split()
         answer: dict[str, object] = {}
@@ -37,9 +41,15 @@ def main() -> None:
         elif command == "push":
             arena[:] = 1
             address, size = int(arguments[0]), int(arguments[1])
-            peer = agent.add_peer(bytes.fromhex(arguments[2]))
+            if arguments[2] not in peers:
+                peers[arguments[2]] = agent.add_peer(bytes.fromhex(arguments[2]))
+            notice = bytes.fromhex(arguments[3]) if len(arguments) > 3 else b"from a dying writer"
             sides = [Descriptors("DRAM", np.array([[at, size, 0]], np.uint64)) for at in (arena.ctypes.data, address)]
-            agent.post_write(peer, sides[0], sides[1], b"from a dying writer")
+            handles.append(agent.post_write(peers[arguments[2]], sides[0], sides[1], notice))
+        elif command == "drive":
+            while not all(agent.poll(handle).is_terminal for handle in handles):
+                agent.take_notices()
+            answer = {"ended": [agent.poll(handle).state.value for handle in handles]}
         elif command == "quit":
             break
         sys.stdout.write(json.dumps(answer) + "\n")
