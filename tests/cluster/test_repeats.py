@@ -1,0 +1,179 @@
+"""A cluster in which every message between workers and coordinator comes twice, on a decode worker with room for two
+answers and no more: what is offered beyond that waits, whoever leaves frees what it held, and nobody's tokens change.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+
+from loopline.client import Accepted, Chunk, Client, Event
+from loopline.engine.local import LocalEngine
+from loopline.faults import MESSAGES
+from loopline.request import Request, SamplingParams
+from tests.cluster.test_faults import check_committed, faulty
+from tests.support.cluster import Cluster, wait_until
+from tests.support.golden import MODELS
+
+TEXT = (MODELS / "train_tiny.py").read_bytes()
+BLOCK, WORST_CASE_BLOCKS = 16, 3
+NUM_TOKENS = BLOCK * WORST_CASE_BLOCKS
+LONG_ANSWER = 24
+RETURN_S = 60.0
+ALWAYS = 1_000_000
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("repeats")
+    faults: list[dict[str, object]] = [
+        {"worker": f"{role}-0", "do": "repeat_message", "message": message, "times": ALWAYS}
+        for role, messages in MESSAGES.items()
+        for message in messages
+        if (role, message) != ("prefill", "Cancel")
+    ]
+    faults += [
+        {"worker": "prefill-0", "do": "drop_message", "message": "Cancel"},
+        {"worker": "prefill-0", "do": "repeat_message", "message": "Cancel", "at": 2, "times": ALWAYS},
+    ]
+    groups: dict[str, dict[str, object]] = {
+        "prefill": {"num_blocks": 64, "chunk_tokens": BLOCK},
+        "decode": {"num_blocks": 2 * WORST_CASE_BLOCKS, "max_running": 8},
+    }
+    with faulty(folder, *faults, **groups) as running:
+        running.folder = folder  # type: ignore[attr-defined]
+        yield running
+
+
+def prompt_of(number: int, length: int) -> tuple[int, ...]:
+    return tuple(TEXT[61 * number : 61 * number + length])
+
+
+def alone(engine: LocalEngine, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """What one engine without a cluster answers."""
+    params = SamplingParams(loops=engine.spec.default_loops, stop_ids=(), max_tokens=max_tokens)
+    rows = engine.generate(Request(request_id="alone", prompt_ids=prompt, params=params))
+    return tuple(row.token_id for row in rows if row.token_id is not None)
+
+
+def ask(cluster: Cluster, prompt: tuple[int, ...], max_tokens: int, label: str = "") -> tuple[int, ...]:
+    with Client(cluster.address) as client:
+        answer = client.complete(prompt, label=label, deadline_s=RETURN_S, max_tokens=max_tokens, ignore_eos=True)
+    return answer.token_ids
+
+
+class Stream:
+    """One request whose events the test takes when it likes."""
+
+    def __init__(self, cluster: Cluster, prompt: tuple[int, ...], max_tokens: int, label: str = "") -> None:
+        self._client = Client(cluster.address)
+        self._events = self._client.generate(prompt, label=label, max_tokens=max_tokens, ignore_eos=True)
+
+    def next(self) -> Event:
+        return next(self._events)
+
+    def wait_token(self) -> tuple[int, ...]:
+        for event in self._events:
+            if isinstance(event, Chunk) and event.tokens:
+                return tuple(token.id for token in event.tokens)
+        raise AssertionError("the answer has ended without a token")
+
+    def leave(self) -> None:
+        self._events.close()  # type: ignore[attr-defined]
+        self._client.close()
+
+
+def test_a_prefill_worker_whose_cancel_is_lost_is_told_by_the_decode_worker(cluster: Cluster) -> None:
+    """The client leaves while its prompt is computed, and only the decode worker hears of it: what the prefill worker
+    commits after that is not taken, and it lets go of the prompt."""
+    stream = Stream(cluster, prompt_of(1, NUM_TOKENS - 2), 2)
+    assert isinstance(stream.next(), Accepted)
+    wait_until(lambda: cluster.workers()["prefill-0"].running or cluster.client.status().running, "it is given out")
+    stream.leave()
+    cluster.wait_idle()
+    check_committed(cluster.folder, "prefill-0", "drop_message of Cancel 1")  # type: ignore[attr-defined]
+
+
+def test_what_is_said_twice_counts_once(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+    cases = [(prompt_of(n, 20 + 13 * n), 6 + n) for n in range(4)]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        answers = list(pool.map(lambda case: ask(cluster, *case), cases))
+    assert answers == [alone(ouro_engine, *case) for case in cases]
+    stream = Stream(cluster, prompt_of(5, 40), LONG_ANSWER)
+    stream.wait_token()
+    stream.leave()
+    cluster.wait_idle()
+    for name in ("prefill-0", "decode-0"):
+        wait_until(lambda name=name: sum(cluster.workers()[name].ignored.values()), f"{name} counts what it ignored")
+
+
+def test_six_long_answers_share_the_room_of_two(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+    """Room for the worst case is promised before an answer is let in, so nobody ends halfway; the others wait with the
+    coordinator."""
+    prompts = [prompt_of(10 + n, NUM_TOKENS - LONG_ANSWER) for n in range(6)]
+    most_running, most_held = 0, 0
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        futures = [pool.submit(ask, cluster, prompt, LONG_ANSWER) for prompt in prompts]
+        wait_until(lambda: cluster.client.status().queued >= 3, "more are offered than fit")
+        while wait(futures, timeout=0.2).not_done:
+            worker = cluster.workers()["decode-0"]
+            most_running = max(most_running, worker.running)
+            most_held = max(most_held, worker.blocks.held)
+        answers = [future.result() for future in futures]
+    assert most_running <= 2 and most_held <= 2 * WORST_CASE_BLOCKS
+    assert answers == [alone(ouro_engine, prompt, LONG_ANSWER) for prompt in prompts]
+    cluster.wait_idle()
+
+
+def test_who_leaves_before_it_was_given_any_room_holds_none(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+    running = Stream(cluster, prompt_of(20, 20), 2 * NUM_TOKENS - 20)  # takes the whole arena
+    running.wait_token()
+    waiting = Stream(cluster, prompt_of(22, 20), 4)
+    assert isinstance(waiting.next(), Accepted)
+    assert cluster.client.status().queued == 1
+    waiting.leave()
+    wait_until(lambda: cluster.client.status().queued == 0, "nobody waits any more")
+    running.leave()
+    cluster.wait_idle()
+    prompt = prompt_of(23, 20)
+    assert ask(cluster, prompt, 4) == alone(ouro_engine, prompt, 4)
+
+
+def test_a_clients_own_id_names_nothing(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+    """Two requests of one label at once, then one that comes again under the label of one that has just left."""
+    cases = [(prompt_of(30 + n, 30 + 20 * n), 8) for n in range(2)]
+    with ThreadPoolExecutor(len(cases)) as pool:
+        answers = list(pool.map(lambda case: ask(cluster, *case, label="same"), cases))
+    assert answers == [alone(ouro_engine, *case) for case in cases]
+    for n in range(3):
+        stream = Stream(cluster, prompt_of(40 + n, NUM_TOKENS - 20), 20, label="same")
+        assert isinstance(stream.next(), Accepted)
+        stream.leave()
+        assert ask(cluster, *cases[1], label="same") == answers[1]
+    cluster.wait_idle()
+
+
+def test_all_leave_at_the_same_moment_again_and_again(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+    leave_together(cluster, rounds=4)
+    prompt = prompt_of(50, 40)
+    assert ask(cluster, prompt, 6) == alone(ouro_engine, prompt, 6)
+
+
+@pytest.mark.soak
+def test_all_leave_at_the_same_moment_fifty_times(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+    leave_together(cluster, rounds=50)
+    prompt = prompt_of(50, 40)
+    assert ask(cluster, prompt, 6) == alone(ouro_engine, prompt, 6)
+
+
+def leave_together(cluster: Cluster, rounds: int, count: int = 6) -> None:
+    """Send `count` requests and let all of them leave once `k` have a token, k another number in each round; after each
+    round everything is free, although nothing new comes that could set a clean-up going."""
+    for round_ in range(rounds):
+        streams = [Stream(cluster, prompt_of(7 * round_ + n, 10 + 11 * n), 8) for n in range(count)]
+        for stream in streams[: round_ % 3]:
+            stream.wait_token()
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(Stream.leave, streams))
+        cluster.wait_idle()
