@@ -292,7 +292,7 @@ def kill_in_mid_push(target: Target, writer: Writer) -> bool:
 
 
 @pytest.mark.usefixtures("tcp")
-@pytest.mark.parametrize("rounds", [3, pytest.param(25, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(25, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
 def test_bytes_of_a_killed_writer_reach_no_block_that_was_handed_out_again(engine: Engine, rounds: int) -> None:
     """The target stands still while the writer is killed in the middle of a push and while its end is proven: what the
     kernel still has of it lands with the polls that come then, and before the blocks are free."""
