@@ -59,6 +59,7 @@ class Dispatcher:
         epoch: int,
         lease_s: float,
         reply_timeout_s: float,
+        peer_share: float,
         queue_limit: int,
         limits: Limits,
         rate_floor_bytes_per_s: float | None = None,
@@ -73,7 +74,7 @@ class Dispatcher:
         self._clock = clock
         self._limits = limits
         self._tracker = Tracker(clock, reply_timeout_s)
-        self._registry = Registry(lease_s, rate_floor_bytes_per_s)
+        self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share)
         self.metrics = CoordinatorMetrics(self._tracker.ignored)
         self._reply_watch = ReplyWatch(self._tracker, self._registry, self._carry_out, reply_timeout_s)
         self._queue = RequestQueue(queue_limit)

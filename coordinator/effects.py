@@ -85,3 +85,4 @@ class Assigned:
     max_kv_tokens: int
     token_loops: int  # work that is left for this worker
     awaits_prefill: bool  # reserved on a decode worker, and no prefill worker chosen yet
+    decode: WorkerId | None = None  # on a prefill worker: whom it is prefilled for

@@ -59,10 +59,14 @@ class _Member:
 class Registry:
     """Workers by WorkerId, in order of joining."""
 
-    def __init__(self, lease_s: float, rate_floor_bytes_per_s: float | None = None) -> None:
-        """A link that is slower than the floor is used, with a warning."""
+    def __init__(
+        self, lease_s: float, rate_floor_bytes_per_s: float | None = None, peer_share: float = 1.0
+    ) -> None:
+        """A link that is slower than the floor is used, with a warning. `peer_share`: part of a prefill worker's slots
+        that one of its several decode workers may have."""
         self._lease_s = lease_s
         self._rate_floor = rate_floor_bytes_per_s
+        self._peer_share = peer_share
         self._alive: dict[WorkerId, _Member] = {}
         self._lost: dict[WorkerId, _Member] = {}
 
@@ -229,7 +233,8 @@ class Registry:
         names = {member.register.peer.name for member in self._alive.values()}
         gone = {m.register.peer.name: m for m in self._lost.values() if m.register.peer.name not in names}
         members = [*self._alive.values(), *(member for member in gone.values() if not member.left)]
-        return ClusterSnapshot(tuple(self._view(member, now_s, assigned.get(member.worker, ())) for member in members))
+        views = (self._view(member, now_s, assigned.get(member.worker, ())) for member in members)
+        return ClusterSnapshot(tuple(views), self._peer_share)
 
     def _view(self, member: _Member, now_s: float, assigned: tuple[Assigned, ...]) -> WorkerView:
         register = member.register

@@ -9,6 +9,7 @@ token-loops win; ties go to fewest assigned requests, then to the name.
 from coordinator.snapshot import ClusterSnapshot, WorkerView
 from loopline.identity import Fingerprint, Role
 from loopline.request import Request
+from loopline.settings import peer_slots
 
 
 def choose_decode(request: Request, snapshot: ClusterSnapshot, group: Fingerprint | None = None) -> WorkerView | None:
@@ -19,14 +20,18 @@ def choose_decode(request: Request, snapshot: ClusterSnapshot, group: Fingerprin
         if view.takes_work
         and (group is None or view.group == group)
         and _has_decode_room(view, request)
-        and _prefill_slots(view, snapshot) > _awaiting_prefill(view.group, snapshot)
+        and _has_prefill_slot(view, snapshot)
     ]
     return min(candidates, key=_preference, default=None)
 
 
 def choose_prefill(request: Request, snapshot: ClusterSnapshot, decode: WorkerView) -> WorkerView | None:
     """The prefill worker to bind for a request that holds a reservation on `decode`, or None: no room now."""
-    candidates = [view for view in _paired_prefill(decode, snapshot) if _has_prefill_room(view, request)]
+    candidates = [
+        view
+        for view in _paired_prefill(decode, snapshot)
+        if _slots_for(decode, view, snapshot) > 0 and _has_prefill_blocks(view, request)
+    ]
     return min(candidates, key=_preference, default=None)
 
 
@@ -41,9 +46,7 @@ def _has_decode_room(view: WorkerView, request: Request) -> bool:
     return worst_case + _num_blocks(request.max_kv_tokens, view) <= view.usable_blocks
 
 
-def _has_prefill_room(view: WorkerView, request: Request) -> bool:
-    if len(view.assigned) >= view.capacity.max_running:
-        return False
+def _has_prefill_blocks(view: WorkerView, request: Request) -> bool:
     held = sum(_num_blocks(row.num_known_tokens, view) for row in view.assigned)
     return held + _num_blocks(request.num_known_tokens, view) <= view.usable_blocks
 
@@ -60,13 +63,35 @@ def _paired_prefill(decode: WorkerView, snapshot: ClusterSnapshot) -> list[Worke
     ]
 
 
-def _prefill_slots(decode: WorkerView, snapshot: ClusterSnapshot) -> int:
-    """Requests that the prefill workers paired with `decode` can still take."""
-    paired = _paired_prefill(decode, snapshot)
-    return sum(max(0, view.capacity.max_running - len(view.assigned)) for view in paired)
+def _has_prefill_slot(decode: WorkerView, snapshot: ClusterSnapshot) -> bool:
+    """Is a slot of the prefill workers left for one more request of `decode`, after those that wait for one? A decode
+    worker whose share is used up leaves the rest to others, however many of its requests wait."""
+    slots = _slots_of(decode, snapshot)
+    if slots <= _num_awaiting(decode):
+        return False
+    group = [view for view in snapshot.with_role(Role.DECODE) if view.group == decode.group]
+    claimed = sum(min(_num_awaiting(view), _slots_of(view, snapshot)) for view in group)
+    return claimed < sum(_free_slots(view) for view in _paired_prefill(decode, snapshot))
 
 
-def _awaiting_prefill(group: Fingerprint, snapshot: ClusterSnapshot) -> int:
-    """Requests that were given to a decode worker of the group and will need a prefill worker next."""
-    decode = [view for view in snapshot.with_role(Role.DECODE) if view.group == group]
-    return sum(row.awaits_prefill for view in decode for row in view.assigned)
+def _num_awaiting(decode: WorkerView) -> int:
+    """Its requests that will need a prefill worker next."""
+    return sum(row.awaits_prefill for row in decode.assigned)
+
+
+def _slots_of(decode: WorkerView, snapshot: ClusterSnapshot) -> int:
+    """Requests that the prefill workers paired with `decode` can still take for it."""
+    return sum(_slots_for(decode, view, snapshot) for view in _paired_prefill(decode, snapshot))
+
+
+def _slots_for(decode: WorkerView, prefill: WorkerView, snapshot: ClusterSnapshot) -> int:
+    """Requests that this prefill worker can still take for `decode`: one of several has a share."""
+    free = _free_slots(prefill)
+    if len(prefill.ready_pairs) < 2:
+        return free
+    given = sum(row.decode == decode.worker for row in prefill.assigned)
+    return max(0, min(free, peer_slots(prefill.capacity.max_running, snapshot.peer_share) - given))
+
+
+def _free_slots(prefill: WorkerView) -> int:
+    return max(0, prefill.capacity.max_running - len(prefill.assigned))

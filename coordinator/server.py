@@ -59,6 +59,7 @@ def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock) -> Di
         epoch=time.time_ns(),
         lease_s=config.membership.lease_s,
         reply_timeout_s=config.membership.reply_timeout_s,
+        peer_share=config.transfer.peer_share,
         queue_limit=config.coordinator.queue_limit,
         limits=Limits(
             vocab_size=spec.vocab_size,

@@ -60,6 +60,7 @@ class ClusterSnapshot:
     """All workers: living ones in order of joining, then those lost (not: drained) whose name nobody took over."""
 
     workers: tuple[WorkerView, ...]
+    peer_share: float = 1.0  # part of a prefill worker's slots that one of its several decode workers may have
 
     def with_role(self, role: Role) -> list[WorkerView]:
         return [view for view in self.workers if view.role is role and view.state is not WorkerState.LOST]
@@ -69,7 +70,7 @@ class ClusterSnapshot:
 
     def with_request(self, rows: Mapping[WorkerId, Assigned]) -> "ClusterSnapshot":
         """The same moment after a request was given to workers: these are its rows now."""
-        return ClusterSnapshot(tuple(_with_row(view, rows.get(view.worker)) for view in self.workers))
+        return replace(self, workers=tuple(_with_row(view, rows.get(view.worker)) for view in self.workers))
 
     @property
     def has_ready_pair(self) -> bool:

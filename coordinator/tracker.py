@@ -96,7 +96,9 @@ class Tracker:
             waits = life.state in (State.RESERVING, State.RESERVED)
             rows[life.decode.worker] = Assigned(request_id, known, most, left * loops, waits)
         if life.prefill is not None and life.prefill_running:
-            rows[life.prefill.worker] = Assigned(request_id, known, most, known * loops, False)
+            rows[life.prefill.worker] = Assigned(
+                request_id, known, most, known * loops, False, life.decode.worker if life.decode is not None else None
+            )
         return rows
 
     # ---- moves that the coordinator makes --------------------------------------------------------------------------

@@ -27,4 +27,6 @@ def build_role(context: WorkerContext) -> RoleParts:
         return False  # the engine thread needs it too
 
     servicer = DecodePeering(make_connected, context.to_engine)
-    return RoleParts(HandoffIn(context.engine, ports, context.clock, context.push_timeout_s), servicer, on_message)
+    return RoleParts(
+        HandoffIn(context.engine, ports, context.clock, context.transfer.push_timeout_s), servicer, on_message
+    )

@@ -135,7 +135,8 @@ class TransferConfig(Section):
     in_flight_limit_bytes: Count = 2 * 2**30
     """Most bytes on their way from one prefill worker; past it no new chunk is begun."""
     peer_share: Fraction = 0.5
-    """Part of those bytes that may be on their way to one decode worker."""
+    """Part of those bytes that may be on their way to one decode worker; and where a prefill worker has several, part
+    of its running slots and blocks that may be for one of them."""
     rate_floor_bytes_per_s: Count | None = None
     """A link whose warm-up was slower is used, with a warning that names it; null: no floor."""
     max_push_bytes: Count = 256 * 2**20

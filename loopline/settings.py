@@ -81,11 +81,17 @@ class TransferSettings:
     in_flight_limit_bytes: int = 2 * 2**30
     """Most bytes that one prefill worker has posted and not seen end. One push may always go, however large."""
     peer_share: float = 0.5
-    """Part of them that may be on their way to one decode worker."""
+    """Part of them that may be on their way to one decode worker, and of a prefill worker's running slots and blocks
+    that may be for one of several."""
     max_push_bytes: int = 256 * 2**20
     """Most bytes of one push, if a block is not larger."""
     verify: str = "off"
     """digest: pushes carry a digest of their bytes, which the receiver checks; off: they carry none."""
+
+
+def peer_slots(max_running: int, peer_share: float) -> int:
+    """Requests that a prefill worker with several decode workers may run for one of them at once."""
+    return max(1, int(max_running * peer_share))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,6 @@ from loopline.kv.block_pool import ids_of
 from loopline.kv.ledger import Allocation
 from loopline.messages import (
     Cancel,
-    CloseState,
     Commit,
     HandoffClosed,
     HandoffStats,
@@ -59,6 +58,7 @@ from loopline.sched.plan import ChunkDone, StepOutcome
 from loopline.worker.deadlines import Deadlines
 from loopline.worker.events import BeginDrain, CloseAsked, CommitAnswered, CommitUndelivered, CoordinatorLost
 from loopline.worker.faults import no_fault
+from prefill_worker.closings import Closings
 from prefill_worker.gate import PushGate, parts_of
 
 logger = logging.getLogger(__name__)
@@ -95,22 +95,6 @@ class _Outgoing:
     is_committed: bool = False
 
 
-@dataclass(frozen=True)
-class _Closing:
-    """A handoff that was given up; its source blocks wait for the last handle."""
-
-    target: WorkerId
-    allocation: Allocation
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """A handoff that ended in an error; its target may still read the source blocks."""
-
-    key: HandoffKey
-    block_ids: tuple[int, ...]
-
-
 class HandoffOut:
     """Invariant: a request id is in `_outgoing` at most once; blocks of a handoff are held until its last event."""
 
@@ -131,9 +115,8 @@ class HandoffOut:
         self._max_push_blocks = max(1, (max_push_bytes or sys.maxsize) // engine.layout.block_bytes)
         self._deadlines = Deadlines(clock, self._is_outgoing)
         self._outgoing: dict[str, _Outgoing] = {}
-        self._closing: dict[HandoffKey, _Closing] = {}
+        self._closings = Closings(engine.ledger, self._gate)
         self._unanswered: set[HandoffKey] = set()  # commits that are on their way to decode workers
-        self._quarantined: dict[str, list[_Failed]] = {}  # by target uuid
         self._links: dict[str, PeerConnected] = {}  # target uuid -> its ready link
         self._ignored: Counter[str] = Counter()
         self._is_draining = False
@@ -200,9 +183,9 @@ class HandoffOut:
         committed = {out.key for out in self._outgoing.values() if out.is_committed}
         counts = {
             SendState.OPEN: len(self._outgoing) - len(committed),
-            SendState.COMMITTED: len((committed | self._unanswered) - self._closing.keys()),
-            SendState.CLOSING: len(self._closing),
-            SendState.FAILED: sum(len(failed) for failed in self._quarantined.values()),
+            SendState.COMMITTED: len((committed | self._unanswered) - self._closings.keys),
+            SendState.CLOSING: len(self._closings.keys),
+            SendState.FAILED: self._closings.num_failed,
         }
         return tuple(sorted((state.value, count) for state, count in counts.items() if count))
 
@@ -238,7 +221,7 @@ class HandoffOut:
             next_block=start.first_block,
             transport=self._links[start.target.worker.uuid].transport,
         )
-        self._gate.enter(request_id, start.target.worker.agent_name)
+        self._gate.enter(request_id, start.target.worker.agent_name, start.first_block + len(blocks))
         self._deadlines.add(key, start.deadline_s)
         self._ports.entered(SendState.OPEN)
         self._ports.to_transfer(OpenHandoff(key, start.target.worker, start.first_block, blocks))
@@ -352,7 +335,7 @@ class HandoffOut:
 
     def _close(self, out: _Outgoing, allocation: Allocation | None) -> None:
         if allocation is not None:
-            self._closing[out.key] = _Closing(out.target.worker, allocation)
+            self._closings.begin(out.key, out.target.worker, allocation)
         self._ports.entered(SendState.CLOSING)
         self._ports.to_transfer(Close(out.key))
 
@@ -365,17 +348,8 @@ class HandoffOut:
             if callable(answer):
                 answer(HandoffClosed(report.key, report.state))
         self._give_up_key(report.key, Cause.TRANSFER_FAILED, "the handoff was closed below")
-        closing = self._closing.pop(report.key, None)
-        if closing is None:
-            return
-        self._ports.entered(report.state)  # closed or failed, in the words of both
-        if report.state is CloseState.CLOSED:
-            self._engine.ledger.release(closing.allocation)
-            return
-        block_ids = list(self._engine.ledger.block_ids(closing.allocation))
-        self._engine.ledger.quarantine(closing.allocation, block_ids)
-        failed = _Failed(report.key, tuple(block_ids))
-        self._quarantined.setdefault(closing.target.uuid, []).append(failed)
+        if self._closings.ended(report.key, report.state):
+            self._ports.entered(report.state)  # closed or failed, in the words of both
 
     # ---- peers
 
@@ -383,16 +357,18 @@ class HandoffOut:
         match event:
             case PeerConnected(peer, transport, bytes_per_s):
                 self._links[peer.worker.uuid] = event
+                self._gate.num_peers = len(self._links)
                 self._ports.to_coordinator(PairReady(peer.worker, transport, bytes_per_s))
             case PeerConnectFailed(peer, reason):
                 self._links.pop(peer.worker.uuid, None)
+                self._gate.num_peers = len(self._links)
                 self._ports.to_coordinator(PairFailed(peer.worker, reason))
             case PeerGone(worker, proven):
                 for out in [out for out in self._outgoing.values() if out.target.worker.uuid == worker.uuid]:
                     self._give_up_key(out.key, Cause.PEER_LOST, f"{out.target.name} is gone")
                 if proven:
                     self._links.pop(worker.uuid, None)
+                    self._gate.num_peers = len(self._links)
                     self._ports.to_transfer(RemovePeer(worker))
             case PeerRemoved(worker):
-                for failed in self._quarantined.pop(worker.uuid, []):
-                    self._engine.ledger.free_quarantined(failed.block_ids)
+                self._closings.target_removed(worker)

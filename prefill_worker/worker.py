@@ -13,6 +13,7 @@ def build_role(context: WorkerContext, gate: PushGate) -> RoleParts:
     def make_connect() -> Connect:
         return Connect(context.me(), context.fingerprint, context.endpoint.metadata)
 
+    gate.peer_share = context.transfer.peer_share
     peers = DecodePeers(make_connect, context.to_engine, context.to_transfer, context.calls)
     ports = PrefillPorts(
         to_coordinator=context.to_coordinator,

@@ -7,17 +7,17 @@ Growth is promised at admission: `growth_share` of what a request may still grow
 below 1 more requests run at once, and when blocks run out the youngest steps back and is computed again.
 
 Of requests with a common prefix one computes it while the others wait for its blocks; they do not wait for one that is
-itself held back.
+itself held back. Where the policy shares room among peers, a request for one that has its share is passed by others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from loopline.identity import Cause
 from loopline.kv.digests import BlockDigests, prefix_root
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.request import Request
 from loopline.sched.entry import Entry, Phase
-from loopline.sched.policy import HoldsBack, RolePolicy
+from loopline.sched.policy import HoldsBack, RolePolicy, SharesRoom
 from loopline.sched.queue import WaitingQueue
 from loopline.settings import SchedulerSettings
 
@@ -36,6 +36,7 @@ class Admission:
         self._settings = settings
         self._policy = policy
         self._holds_back = policy if isinstance(policy, HoldsBack) else None
+        self._shares_room = policy if isinstance(policy, SharesRoom) else None
         self._prefix_parts = prefix_parts
         self._roots: dict[int, bytes] = {}  # by depth
         self._waiting = WaitingQueue(settings.max_waiting)
@@ -89,8 +90,9 @@ class Admission:
 
     # ---- letting in
 
-    def admit(self, num_running: int) -> list[Entry]:
-        """Entries that run from now on, with their blocks; `num_running` do already."""
+    def admit(self, num_running: int, running: Collection[str] = ()) -> list[Entry]:
+        """Entries that run from now on, with their blocks; `num_running` do already, of which `running` are the ids of
+        those that were let in here."""
         admitted: list[Entry] = []
         if not len(self._waiting) or num_running >= self._settings.max_running:
             return admitted
@@ -102,7 +104,7 @@ class Admission:
         for entry in self._waiting.first(_LOOK_AHEAD):
             if num_running + len(admitted) >= self._settings.max_running:
                 break
-            if self._waits_for_prefix(entry):
+            if self._waits_for_prefix(entry) or not self._may_start(entry, running, admitted):
                 continue
             if blocked is not None and blocked.num_passed >= self._settings.max_passes:
                 break
@@ -122,6 +124,13 @@ class Admission:
         growth = demand.tokens_max - demand.tokens_now
         most = demand.tokens_now + int(growth * self._settings.growth_share + 0.5)
         return self._ledger.reserve(demand.tokens_now, most, digests, request.params.loops)
+
+    def _may_start(self, entry: Entry, running: Collection[str], admitted: Sequence[Entry]) -> bool:
+        if self._shares_room is None:
+            return True
+        beside = [*running, *(other.request.request_id for other in admitted)]
+        most, blocks = self._settings.max_running, self._ledger.total_blocks
+        return self._shares_room.may_start(entry.request.request_id, beside, most, blocks)
 
     def _let_in(self, entry: Entry) -> bool:
         digests = list(entry.digests.digests) if entry.digests is not None else []

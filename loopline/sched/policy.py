@@ -1,5 +1,6 @@
 """Where the roles differ: the one object that a worker hands to the shared scheduler."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -40,6 +41,16 @@ class HoldsBack(Protocol):
         """Whether the next chunk of that request's known tokens may be computed now. A request that may not keeps its
         blocks and its place; others go on. Whoever says no sees to it that the engine is stepped when that changes.
         """
+        ...
+
+
+@runtime_checkable
+class SharesRoom(Protocol):
+    """A policy that has this too is asked before a request is let in; of one that has not, every request may be."""
+
+    def may_start(self, request_id: str, running: Collection[str], max_running: int, total_blocks: int) -> bool:
+        """Whether that request may take a running slot and blocks beside those that are `running`. One that may not is
+        passed by others, and asked for again when one that runs has ended: only those may stand in its way."""
         ...
 
 

@@ -210,7 +210,7 @@ class Scheduler:
         return decode
 
     def _admit(self) -> None:
-        for entry in self._admission.admit(self.num_running):
+        for entry in self._admission.admit(self.num_running, self._running):
             self._running[entry.request.request_id] = entry
             self._prefilling.add(entry)
 

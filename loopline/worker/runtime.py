@@ -28,7 +28,7 @@ from loopline.identity import Fingerprint, Peer, Role, WorkerId, WorkerLoad
 from loopline.messages import CoordinatorMessage, Drain, PeerGone, Register, WorkerMessage
 from loopline.process import leave, on_terminate, watch_life_pipe
 from loopline.sched.policy import RolePolicy
-from loopline.settings import WorkerSettings
+from loopline.settings import TransferSettings, WorkerSettings
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.wire.channel import bind, join_address, server_options
 from loopline.wire.convert import decode_push_notice, encode_push_notice
@@ -66,7 +66,7 @@ class WorkerContext:
     to_transfer: Callable[[Command], None]
     to_engine: Callable[[object], None]
     calls: PeerCalls
-    push_timeout_s: float
+    transfer: TransferSettings
     entered: Callable[[str], None] = no_fault
 
 
@@ -242,7 +242,7 @@ class _Worker:
             to_transfer=loaded.transfer.submit,
             to_engine=loaded.inbox.put,
             calls=self._calls,
-            push_timeout_s=settings.transfer.push_timeout_s,
+            transfer=settings.transfer,
             entered=no_fault if faults is None else faults.entered,
         )
         self._parts = build_role(context)

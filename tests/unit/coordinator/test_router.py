@@ -133,3 +133,26 @@ def test_a_snapshot_takes_up_what_was_given_since() -> None:
     assert given.with_request(rows) == cluster(
         P0, D0, table={D0.peer.worker: (assigned("b"), assigned("a")), P0.peer.worker: (assigned("a"),)}
     )
+
+
+def for_decode(name: str, decode: Register) -> Assigned:
+    return replace(assigned(name), decode=decode.peer.worker)
+
+
+def test_one_of_several_decode_workers_has_a_share_of_a_prefill_worker() -> None:
+    two = (for_decode("a", D0), for_decode("b", D0))
+    snapshot = replace(cluster(P0, D0, D1, table={P0.peer.worker: two}), peer_share=0.5)
+    assert prefill_name(snapshot) is None  # two of four slots are D0's
+    assert decode_name(snapshot) == "decode-1"
+    alone = replace(cluster(P0, D0, table={P0.peer.worker: two}), peer_share=0.5)
+    assert prefill_name(alone) == "prefill-0" and decode_name(alone) == "decode-0"
+
+
+def test_requests_that_wait_for_a_used_up_share_hold_back_nobody() -> None:
+    waiting = tuple(assigned(f"w{number}", awaits=True) for number in range(6))
+    table: Table = {P0.peer.worker: (for_decode("a", D0), for_decode("b", D0)), D0.peer.worker: waiting}
+    snapshot = replace(cluster(P0, D0, D1, table=table), peer_share=0.5)
+    assert decode_name(snapshot) == "decode-1"
+    claimed: Table = {P0.peer.worker: (for_decode("a", D0), for_decode("b", D1)), D0.peer.worker: waiting[:1]}
+    one_left = replace(P0, capacity=replace(P0.capacity, max_running=3))
+    assert decode_name(replace(cluster(one_left, D0, D1, table=claimed), peer_share=0.7)) is None  # it is D0's

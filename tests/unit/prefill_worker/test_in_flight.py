@@ -174,6 +174,7 @@ def make(engine: Engine, policy: PrefillPolicy) -> Iterator[list[Worker]]:
     yield made
     for worker in made:
         worker.end()
+    policy.gate.peer_share = 1.0
 
 
 def test_past_the_budget_no_new_chunk_is_begun_and_others_go_on(
@@ -256,8 +257,8 @@ def test_parts_cover_a_range() -> None:
 
 def test_the_gate_knows_whose_pushes_would_wait() -> None:
     gate = PushGate()
-    gate.enter("r", "a")
-    gate.enter("s", "b")
+    gate.enter("r", "a", 1)
+    gate.enter("s", "b", 1)
     assert gate.may_compute("r") and gate.may_compute("unknown")
     gate.changed(CrowdChanged(frozenset({"a"}), False))
     assert (gate.may_compute("r"), gate.may_compute("s")) == (False, True)
@@ -266,3 +267,68 @@ def test_the_gate_knows_whose_pushes_would_wait() -> None:
     gate.leave("r")
     gate.leave("r")
     assert gate.may_compute("r")
+
+
+def test_a_peer_that_takes_nothing_leaves_slots_and_blocks_to_others(
+    engine: Engine, policy: PrefillPolicy, make: list[Worker]
+) -> None:
+    """Small requests, far from the budget: they are computed, and keep slots and blocks because nothing lands."""
+    worker = Worker(engine, policy.gate, total=100, peer=100, push=100)
+    make.append(worker)
+    policy.gate.peer_share = 0.5
+    for number in range(6):
+        worker.start(f"slow {number}", worker.slow, 2, at=2 * number)
+    worker.settle(worker.fast)
+    assert worker.prefilled() == ["slow 0", "slow 1"]  # of four slots
+    for number in range(6):
+        worker.start(f"fast {number}", worker.fast, 2, at=2 * number)
+    worker.settle(worker.fast)
+    assert worker.prefilled()[2:] == [f"fast {number}" for number in range(6)]
+    worker.settle(worker.slow)
+    assert worker.prefilled()[8:] == [f"slow {number}" for number in range(2, 6)]
+
+
+def test_a_large_request_for_one_peer_leaves_blocks_to_others(
+    engine: Engine, policy: PrefillPolicy, make: list[Worker]
+) -> None:
+    worker = Worker(engine, policy.gate, total=100, peer=100, push=100)
+    make.append(worker)
+    policy.gate.peer_share = 0.5
+    worker.start("slow 0", worker.slow, 15)
+    worker.start("slow 1", worker.slow, 6)  # 21 of 40
+    worker.settle(worker.fast)
+    worker.start("fast", worker.fast, 24)  # more than its share, and alone
+    worker.settle(worker.fast)
+    assert worker.prefilled() == ["slow 0", "fast"]
+    worker.settle(worker.slow)
+    assert worker.prefilled()[-1] == "slow 1"
+
+
+def test_blocks_of_handoffs_that_were_given_up_count_until_they_are_free(
+    engine: Engine, policy: PrefillPolicy, make: list[Worker]
+) -> None:
+    worker = Worker(engine, policy.gate, total=100, peer=100, push=100)
+    make.append(worker)
+    policy.gate.peer_share = 0.5
+    key = worker.start("given up", worker.slow, 15)
+    worker.settle(worker.fast)
+    worker.core.handle(Cancel(key, Cause.CANCELLED))
+    for number in range(2):
+        worker.start(f"slow {number}", worker.slow, 3, at=20 + 3 * number)
+    worker.settle(worker.fast)
+    assert worker.prefilled() == ["given up", "slow 0"]  # one always may; 15 + 3 + 3 of 40 are too many
+    worker.settle(worker.slow)
+    assert worker.prefilled()[-1] == "slow 1"
+
+
+def test_a_single_peer_has_the_whole_worker() -> None:
+    gate = PushGate()
+    gate.peer_share = 0.5
+    for name in ("r", "s", "t"):
+        gate.enter(name, "a", 10)
+    gate.num_peers = 1
+    assert gate.may_start("t", ["r", "s"], 4, 20)
+    gate.num_peers = 2
+    assert not gate.may_start("t", ["r", "s"], 4, 60)  # slots
+    assert not gate.may_start("t", ["r"], 4, 20) and gate.may_start("t", ["r"], 4, 40)  # blocks
+    assert gate.may_start("t", [], 1, 1) and gate.may_start("unknown", ["r", "s"], 1, 1)
