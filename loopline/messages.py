@@ -44,7 +44,7 @@ class Heartbeat:
     """Keeps the lease; sent every third of it, and when the load changes to or from nothing.
 
     `lag_s`: how long ago the engine thread had handled everything that had come to it. `load` is not older than that,
-    and every answer to what had come by then was sent before."""
+    and the answers to what had come by then are on their way, if not here."""
 
     load: WorkerLoad
     draining: bool
