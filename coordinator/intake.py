@@ -13,7 +13,7 @@ from typing import Any
 from loopline.errors import InvalidRequest
 from loopline.intake import Chat, Prompt, RequestOptions, check_deadline_s, resolve_request
 from loopline.model_spec import ModelSpec
-from loopline.request import InitialState, Request, SamplingParams, check_token_ids
+from loopline.request import FinishReason, InitialState, Request, SamplingParams, check_token_ids
 from loopline.text import TextCodec, TextStream
 from loopline.wire._generated.loopline.v1 import loopline_pb2
 
@@ -27,11 +27,13 @@ _INITIAL_STATES = {
 
 @dataclass(frozen=True)
 class Submission:
-    """What the dispatcher takes. `decoder` None: the checkpoint has no tokenizer."""
+    """What the dispatcher takes. `decoder` None: the checkpoint has no tokenizer. `whole` is set where the delivered
+    tokens are the whole answer already, of which the client missed the end only: no worker is needed."""
 
     request: Request
     deadline_s: float
     decoder: TextStream | None
+    whole: FinishReason | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,11 @@ class Intake:
         check_token_ids("token_ids", request.prompt_ids, self.spec.vocab_size)
         request.params.check(self.spec.vocab_size)
         check_token_ids("delivered_token_ids", request.generated_ids, self.spec.vocab_size)
-        return Submission(request, deadline_s, self._decoder(request))
+        decoder = self._decoder(request)
+        whole = FinishReason.LENGTH if len(request.generated_ids) == request.params.max_tokens else None
+        if decoder is not None and decoder.stopped:
+            whole = FinishReason.STOP
+        return Submission(request, deadline_s, decoder, whole)
 
     def _options(self, message: Any) -> RequestOptions:
         sampling = message.sampling
@@ -110,9 +116,10 @@ class Intake:
         if self.codec is None:
             return None
         decoder = self.codec.decoder(request.params.stop)
-        decoder.push(request.generated_ids)
+        decoder.push(request.generated_ids[:-1])
         if decoder.stopped:
-            raise InvalidRequest("delivered_token_ids have a stop string in their text already: the answer is whole")
+            raise InvalidRequest("delivered_token_ids go on behind a stop string in their text")
+        decoder.push(request.generated_ids[-1:])
         return decoder
 
 

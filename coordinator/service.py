@@ -14,7 +14,8 @@ import grpc
 import grpc.aio
 
 from coordinator.dispatcher import Dispatcher
-from coordinator.intake import Intake
+from coordinator.effects import Ending, Outcome
+from coordinator.intake import Intake, Submission
 from coordinator.metrics import LossReason
 from coordinator.registry import Refused
 from coordinator.render import (
@@ -25,10 +26,11 @@ from coordinator.render import (
     finished_event,
     status_message,
 )
-from coordinator.streams import Tokens, WorkerStream
+from coordinator.streams import Finish, Tokens, WorkerStream
 from loopline.errors import LooplineError
 from loopline.identity import WorkerId
 from loopline.messages import Register, Rejected
+from loopline.request import Route, Timing, Usage
 from loopline.telemetry.logs import about
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
@@ -64,6 +66,9 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             arrived_s = time.monotonic()
             submission = await asyncio.to_thread(self._intake.resolve, message)  # tokenizing takes its time
             request, left_s = submission.request, submission.deadline_s - (time.monotonic() - arrived_s)
+            if submission.whole is not None:
+                await self._end_whole(submission, context)
+                return
             stream = self._dispatcher.submit(request, left_s, submission.decoder)
         except LooplineError as error:
             refusal, metadata = error_status(error)
@@ -81,6 +86,22 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             await context.write(finished_event(event))
         finally:
             self._dispatcher.cancel(request.request_id)
+
+    async def _end_whole(self, submission: Submission, context: Context) -> None:
+        """The client has all tokens and missed the end, of a coordinator that went away: say it again."""
+        assert submission.whole is not None
+        request, decoder = submission.request, submission.decoder
+        outcome = Outcome(
+            ending=Ending.FINISHED,
+            reason=submission.whole,
+            detail="",
+            usage=Usage(prompt_tokens=len(request.prompt_ids), completion_tokens=len(request.generated_ids)),
+            timing=Timing(),
+            route=Route(),
+            stats=None,
+        )
+        await context.write(accepted_event(request))
+        await context.write(finished_event(Finish(outcome, None if decoder is None else decoder.finish())))
 
     async def GetModel(self, message: Any, context: Context) -> Any:
         intake, spec = self._intake, self._intake.spec
