@@ -14,11 +14,11 @@ from loopline.client.convert import (
     POLL_S,
     error_of,
     event_of,
-    generate_request,
     make_options,
     record_of,
 )
 from loopline.client.records import ClusterStatus, Completion, Event, ModelInfo
+from loopline.client.resume import Answer
 from loopline.errors import CoordinatorUnreachable, DeadlineExceeded
 from loopline.intake import Chat, RequestOptions
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
@@ -28,8 +28,11 @@ from loopline.wire.channel import open_channel
 class AsyncClient:
     """The same for asyncio: `generate` is an asynchronous generator. To be made and used in one event loop."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, resume: bool = True) -> None:
+        """`resume`: an answer that breaks because the coordinator goes away is asked for again, and goes on."""
         self.address = address
+        self._resume = resume
+        self._is_known = False  # somebody has answered at the address
         self._channel = open_channel(address)
         self._stub: Any = loopline_pb2_grpc.LooplineStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -43,16 +46,31 @@ class AsyncClient:
         self, options: RequestOptions, *, label: str = "", deadline_s: float | None = None
     ) -> AsyncGenerator[Event, None]:
         """`generate` with the options as one record."""
-        call = self._stub.Generate(generate_request(options, label, deadline_s))
-        accepted = False
-        try:
-            async for message in call:
-                accepted = True
-                yield event_of(message)
-        except grpc.RpcError as error:
-            raise error_of(error, self.address, accepted) from error
-        finally:
-            call.cancel()
+        answer = Answer(
+            options,
+            label,
+            deadline_s,
+            self.address,
+            now_s=time.monotonic(),
+            resume=self._resume,
+            is_known=self._is_known,
+        )
+        while True:
+            call = self._stub.Generate(answer.next_call(time.monotonic()))
+            try:
+                async for message in call:
+                    event = answer.take(event_of(message), time.monotonic())
+                    if event is not None:
+                        yield event
+                return
+            except grpc.RpcError as error:
+                if answer.is_finished:  # only the status was lost
+                    return
+                pause_s = answer.pause_s(error, time.monotonic())
+            finally:
+                self._is_known = answer.is_known
+                call.cancel()
+            await asyncio.sleep(pause_s)  # back-off
 
     async def complete(
         self, prompt: str | Sequence[int] | Chat, *, label: str = "", deadline_s: float | None = None, **options: Any
@@ -100,6 +118,8 @@ class AsyncClient:
 
     async def _call(self, name: str, request: Any) -> Any:
         try:
-            return await getattr(self._stub, name)(request, timeout=CALL_TIMEOUT_S)
+            answer = await getattr(self._stub, name)(request, timeout=CALL_TIMEOUT_S)
         except grpc.RpcError as error:
             raise error_of(error, self.address, False) from error
+        self._is_known = True
+        return answer

@@ -96,11 +96,16 @@ def flavour(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def _events(flavour: str, address: str, *arguments: Any, limit: float = math.inf, **options: Any) -> list[Event]:
+def _events(
+    flavour: str, address: str, *arguments: Any, limit: float = math.inf, resume: bool = True, **options: Any
+) -> list[Event]:
     """Events of one answer; with a limit the iterator is closed after so many."""
     found: list[Event] = []
     if flavour == "blocking":
-        with Client(address) as client, contextlib.closing(client.generate(*arguments, **options)) as events:
+        with (
+            Client(address, resume=resume) as client,
+            contextlib.closing(client.generate(*arguments, **options)) as events,
+        ):
             for event in events:
                 found.append(event)
                 if len(found) >= limit:
@@ -109,7 +114,7 @@ def _events(flavour: str, address: str, *arguments: Any, limit: float = math.inf
 
     async def collect() -> None:
         async with (
-            AsyncClient(address) as client,
+            AsyncClient(address, resume=resume) as client,
             contextlib.aclosing(client.generate(*arguments, **options)) as events,
         ):
             async for event in events:
@@ -198,7 +203,7 @@ def test_a_status_becomes_an_error_with_its_text(
     server: tuple[ScriptedServer, str], flavour: str, label: str, kind: type[LooplineError]
 ) -> None:
     with pytest.raises(LooplineError, match="the reason") as caught:
-        _events(flavour, server[1], "hi", label=label)
+        _events(flavour, server[1], "hi", label=label, resume=False)
     assert type(caught.value) is kind
 
 
