@@ -47,8 +47,9 @@ def worker_roles(config: ClusterConfig) -> dict[str, Role]:
 class LocalLauncher:
     """`async with` starts the coordinator and the workers, and leaves no process behind.
 
-    Until the cluster has served, a process that ends with an error ends the launch. Later a worker is started again
-    unless the configuration says never. The coordinator's end always ends the launch.
+    Until the cluster has served, a process that ends with an error ends the launch. Later it is started again unless
+    the configuration says never: then the coordinator's end ends the launch. A coordinator comes back at its port, so
+    `address` holds for as long as the launch does; workers and clients come back to it by themselves.
     """
 
     def __init__(
@@ -124,22 +125,44 @@ class LocalLauncher:
     async def _start_coordinator(self) -> None:
         listen_file = self._run_dir / "coordinator.json"
         listen_file.unlink(missing_ok=True)
-        arguments = ["--config", str(self._config_path), "--listen-file", str(listen_file)]
-        arguments += ["--drain-limit", str(self.drain_limit_s)]
-        if self._port is not None:
-            arguments += ["--port", str(self._port)]
-        child = await self._start("coordinator", "coordinator", arguments)
-        self._spawn(self._watch_coordinator(child))
+        child = await self._start_coordinator_process(self._port)
+        self._spawn(self._keep_coordinator(child))
         self.address = await self._unless_failed(_wait_for_address(listen_file))
+
+    async def _start_coordinator_process(self, port: int | None) -> Child:
+        """`port` None: the configuration's."""
+        arguments = ["--config", str(self._config_path), "--listen-file", str(self._run_dir / "coordinator.json")]
+        arguments += ["--drain-limit", str(self.drain_limit_s)]
+        if port is not None:
+            arguments += ["--port", str(port)]
+        return await self._start("coordinator", "coordinator", arguments)
 
     async def _start(self, name: str, module: str, arguments: list[str]) -> Child:
         child = await start_child(name, module, arguments, self._run_dir / f"{name}.log")
         self._children[name] = child
+        if self._stopping.is_set():  # whoever ends the children has not seen this one
+            child.kill()
         return child
 
-    async def _watch_coordinator(self, child: Child) -> None:
-        await child.reap()
-        self._fail(PeerLost(child.describe_end()) if self.address else OperatorError(child.describe_end()))
+    async def _keep_coordinator(self, child: Child) -> None:
+        """Reap it, and once the cluster has served start it again at the port of its first life."""
+        loop = asyncio.get_running_loop()
+        backoff_s = _BACKOFF_FIRST_S
+        while True:
+            started_s = loop.time()
+            exit_status = await child.reap()
+            if self._stopping.is_set():
+                return
+            if not self._has_served or self._config.launcher.restart == "never":
+                self._fail(PeerLost(child.describe_end()) if self.address else OperatorError(child.describe_end()))
+                return
+            _LOG.warning("the coordinator ended with exit status %d and is started again", exit_status)
+            if loop.time() - started_s >= _SETTLED_S:
+                backoff_s = _BACKOFF_FIRST_S
+            if await self._unless_stopped(backoff_s):
+                return
+            backoff_s = min(2 * backoff_s, _BACKOFF_MOST_S)
+            child = await self._start_coordinator_process(int(self.address.rpartition(":")[2]))
 
     async def _keep_worker(self, name: str, role: Role) -> None:
         """Start one worker, reap it, report its end and start it again."""

@@ -1,6 +1,7 @@
 """The coordinator's process: builds the parts from a cluster YAML, listens, serves health, leaves in order."""
 
 import asyncio
+import json
 import logging
 import os
 import time
@@ -39,15 +40,16 @@ class ServerOptions:
     port: int | None = None
     """None: the configuration's."""
     listen_file: Path | None = None
-    """Where to write the address once it listens."""
+    """Where to write the address and the epoch once it listens. What an earlier life wrote there is read first: this
+    one's epoch is later, whatever the clock says."""
     drain_limit_s: float | None = None
     """None: the configuration's."""
     life_fd: int | None = None
     """Read end of a pipe that the parent holds open; its end means that the parent is gone."""
 
 
-def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock) -> Dispatcher:
-    """A dispatcher for one model; needs a running event loop."""
+def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock, *, earlier_epoch: int = 0) -> Dispatcher:
+    """A dispatcher for one model, with a later epoch than `earlier_epoch`; needs a running event loop."""
     max_loops = config.model.max_loops or spec.default_loops
     probe = SamplingParams(
         max_tokens=2,
@@ -56,7 +58,7 @@ def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock) -> Di
     )
     return Dispatcher(
         clock=clock,
-        epoch=time.time_ns(),
+        epoch=max(time.time_ns(), earlier_epoch + 1),
         lease_s=config.membership.lease_s,
         reply_timeout_s=config.membership.reply_timeout_s,
         peer_share=config.transfer.peer_share,
@@ -98,7 +100,8 @@ async def serve(options: ServerOptions) -> None:
     config = load_config(options.config_path)
     configure_logging("coordinator", config.telemetry.log_format, config.telemetry.log_level)
     spec = load_model_spec(config.model.path)
-    dispatcher = build_dispatcher(config, spec, MonotonicClock())
+    earlier_epoch = 0 if options.listen_file is None else _read_epoch(options.listen_file)
+    dispatcher = build_dispatcher(config, spec, MonotonicClock(), earlier_epoch=earlier_epoch)
     card = ModelCard(Path(config.model.path).name, _dtype(config, spec))
     intake = build_intake(config, spec, load_text(config.model.path))
     server = build_server(dispatcher, intake, card, config.limits.max_message_bytes)
@@ -113,7 +116,8 @@ async def serve(options: ServerOptions) -> None:
     stop = _watch_for_stop(options.life_fd)
     await server.start()
     if options.listen_file is not None:
-        write_json_by_rename(options.listen_file, {"address": address, "pid": os.getpid()})
+        listening = {"address": address, "pid": os.getpid(), "epoch": dispatcher.epoch}
+        write_json_by_rename(options.listen_file, listening)
     _LOG.info("coordinator of %s listens on %s, epoch %d", config.name, address, dispatcher.epoch)
     async with asyncio.TaskGroup() as tasks:
         helpers = [
@@ -126,6 +130,17 @@ async def serve(options: ServerOptions) -> None:
         await server.stop(_CLOSE_S)
         for helper in helpers:
             helper.cancel()
+
+
+def _read_epoch(listen_file: Path) -> int:
+    """The epoch of an earlier life that wrote there; 0 where there is none."""
+    try:
+        return int(json.loads(listen_file.read_text(encoding="utf-8"))["epoch"])
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _LOG.warning("%s is not of an earlier coordinator: %r", listen_file, error)
+        return 0
 
 
 def _dtype(config: ClusterConfig, spec: ModelSpec) -> str:

@@ -169,7 +169,7 @@ class LauncherConfig(Section):
     host: Text = "127.0.0.1"
     """This machine's address at which the workers that it starts listen and are reached by other workers."""
     restart: Literal["always", "never"] = "always"
-    """Whether a worker that ended by itself is started again."""
+    """Whether a process that ended by itself is started again."""
 
 
 class RoutingConfig(Section):

@@ -22,7 +22,7 @@ from loopline.worker.peer_calls import describe
 
 logger = logging.getLogger(__name__)
 _RETRY_FIRST_S = 0.2
-_RETRY_MOST_S = 2.0
+_RETRY_MOST_S = 0.5  # a coordinator that starts again should have its workers back at once
 _BEATS_PER_LEASE = 3
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 

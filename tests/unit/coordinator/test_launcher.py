@@ -1,6 +1,7 @@
 """A real coordinator process and scripted worker processes under the launcher."""
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ import grpc.aio
 import pytest
 
 from coordinator.launcher import LocalLauncher
+from loopline.client import AsyncClient
 from loopline.errors import OperatorError, PeerLost
 from loopline.identity import Role
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
@@ -22,12 +24,18 @@ SCRIPTED = dict.fromkeys(Role, "tests.unit.coordinator.scripted_process")
 LAUNCH_S = 30.0
 
 
-def write_config(folder: Path, model: Path = MODEL, host: str = "127.0.0.1", drain_limit_s: float = 2.0) -> Path:
+def write_config(
+    folder: Path,
+    model: Path = MODEL,
+    host: str = "127.0.0.1",
+    drain_limit_s: float = 2.0,
+    restart: str = "always",
+) -> Path:
     path = folder / "cluster.yaml"
     path.write_text(
         f"model: {{path: {model}}}\n"
         f"membership: {{lease_s: 1.0, drain_limit_s: {drain_limit_s}}}\n"
-        f"launcher: {{host: {host}}}\n"
+        f"launcher: {{host: {host}, restart: {restart}}}\n"
     )
     return path
 
@@ -108,7 +116,57 @@ def test_a_worker_that_cannot_start_ends_the_launch_with_its_message(tmp_path: P
     asyncio.run(main())
 
 
-def test_the_coordinators_end_ends_the_launch(tmp_path: Path) -> None:
+def test_a_coordinator_that_dies_comes_back_at_its_port_in_a_later_epoch(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalLauncher(
+            write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
+        ) as launcher:
+            await launcher.wait_serving(LAUNCH_S)
+            address, epoch = launcher.address, (await status(launcher.address)).epoch
+            listen_file = tmp_path / "run" / "coordinator.json"
+            listening = json.loads(listen_file.read_text())
+            assert (listening["address"], listening["epoch"]) == (address, epoch)
+            later = epoch + 10**18  # as if the clock had been ahead then by thirty years
+            listen_file.write_text(json.dumps({**listening, "epoch": later}))
+            os.kill(launcher.pids["coordinator"], signal.SIGKILL)
+            async with AsyncClient(address) as client:
+                answer = await client.complete("hello", max_tokens=5, deadline_s=LAUNCH_S)
+                assert answer.token_ids == tuple(token_at(position) for position in range(5, 10))
+                assert (await client.status()).epoch == later + 1
+            assert launcher.address == address
+            last = launcher.pids
+        assert launcher.pids == {} and all(is_gone(pid) for pid in last.values())
+
+    asyncio.run(main())
+
+
+def test_a_launch_can_be_stopped_while_its_coordinator_is_away(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with LocalLauncher(
+            write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
+        ) as launcher:
+            await launcher.wait_serving(LAUNCH_S)
+            first = launcher.pids["coordinator"]
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: launcher.pids.get("coordinator") != first, "it is reaped")
+        assert launcher.pids == {}
+
+    asyncio.run(main())
+
+
+def test_with_restart_never_the_coordinators_end_ends_the_launch(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = write_config(tmp_path, restart="never")
+        async with LocalLauncher(config, run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED) as launcher:
+            await launcher.wait_serving(LAUNCH_S)
+            os.kill(launcher.pids["coordinator"], signal.SIGKILL)
+            with pytest.raises(PeerLost, match="coordinator ended with exit status -9"):
+                await launcher.wait_stopped()
+
+    asyncio.run(main())
+
+
+def test_the_coordinators_end_ends_a_launch_that_has_not_served(tmp_path: Path) -> None:
     async def main() -> None:
         async with LocalLauncher(
             write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
