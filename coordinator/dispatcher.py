@@ -197,7 +197,14 @@ class Dispatcher:
         if stream is not None:
             stream.close()
         self._carry_out(commands)
-        self._carry_out(self._tracker.on_worker_lost(worker, name))
+        left = self._registry.has_left(worker)
+        self._carry_out(self._tracker.on_worker_lost(worker, name, left=left))
+
+    def drain_worker(self, name: str, limit_s: float) -> WorkerId:
+        """Have a worker finish within the limit and leave. Raises OperatorError where no such worker lives."""
+        order = self._registry.drain(name, limit_s)
+        self._carry_out((order,))
+        return order.worker
 
     def on_exit(self, name: str, pid: int, host: str) -> None:
         """A launcher reaped the process that it had started under this name at this host."""

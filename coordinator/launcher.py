@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import uuid
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -16,11 +17,14 @@ from typing import Any, Self, TypeVar
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coordinator.launcher_link import stay_attached
 from coordinator.processes import Child, end_children, start_child
+from coordinator.roster import Roster
 from coordinator.snapshot import host_of
-from loopline.config import ClusterConfig, load_config
+from loopline.config import load_config
 from loopline.errors import LooplineError, OperatorError, PeerLost
 from loopline.identity import Role, WorkerState
+from loopline.messages import LauncherReport, WorkerCounts
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_channel
 
@@ -38,18 +42,15 @@ WORKER_MODULES = MappingProxyType({Role.PREFILL: "prefill_worker", Role.DECODE: 
 T = TypeVar("T")
 
 
-def worker_roles(config: ClusterConfig) -> dict[str, Role]:
-    """Names and roles of all workers of a cluster, prefill first."""
-    groups = ((Role.PREFILL, config.prefill.replicas), (Role.DECODE, config.decode.replicas))
-    return {f"{role}-{index}": role for role, count in groups for index in range(count)}
-
-
 class LocalLauncher:
     """`async with` starts the coordinator and the workers, and leaves no process behind.
 
     Until the cluster has served, a process that ends with an error ends the launch. Later it is started again unless
     the configuration says never: then the coordinator's end ends the launch. A coordinator comes back at its port, so
     `address` holds for as long as the launch does; workers and clients come back to it by themselves.
+
+    It is a `launcher_link.Keeper`: how many workers it keeps is the configuration's word at first, then the
+    coordinator's.
     """
 
     def __init__(
@@ -67,6 +68,11 @@ class LocalLauncher:
         self._port = port
         self._run_dir = run_dir
         self._children: dict[str, Child] = {}
+        self._id = uuid.uuid4().hex
+        self._roster = Roster()
+        self._left: dict[str, asyncio.Event] = {}  # by name: the worker was told to leave
+        self._faulted: set[str] = set()  # those whose faults on purpose have had their chance
+        self.changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -83,9 +89,9 @@ class LocalLauncher:
         except BaseException:
             await self.stop()
             raise
-        for name, role in worker_roles(self._config).items():
-            self._spawn(self._keep_worker(name, role))
+        self.want(WorkerCounts(self._config.prefill.replicas, self._config.decode.replicas))
         self._spawn(self._kill_hung_workers())
+        self._spawn(stay_attached(self.address, self, self._stopping))
         return self
 
     async def __aexit__(
@@ -113,12 +119,41 @@ class LocalLauncher:
         May be repeated. The coordinator has the same limit and ends what still runs then: every client gets a status.
         """
         self._stopping.set()
+        for left in self._left.values():
+            left.set()
         first = [child for child in self._children.values() if child.name == "coordinator"]
         await end_children(first, self.drain_limit_s + _LEAVE_S)
         await end_children(list(self._children.values()), _LEAVE_S)
         while self._tasks:
             await asyncio.wait(self._tasks)
             await end_children(list(self._children.values()), _LEAVE_S)  # one that was being started meanwhile
+
+    # ---- what the coordinator wants ----------------------------------------------------------------------------------
+
+    def report(self, revision: int) -> LauncherReport:
+        """See Keeper."""
+        return LauncherReport(
+            launcher=self._id,
+            host=self._config.launcher.host,
+            restarts=self._config.launcher.restart == "always",
+            wanted=self._roster.wanted,
+            revision=revision,
+            workers=self._roster.kept(),
+        )
+
+    def want(self, counts: WorkerCounts) -> None:
+        """See Keeper. A worker that leaves drains, as after any SIGTERM."""
+        if self._stopping.is_set():
+            return
+        change = self._roster.want(counts)
+        for worker in change.start:
+            self._left[worker.name] = asyncio.Event()
+            self._spawn(self._keep_worker(worker.name, worker.role))
+        for name in change.leave:
+            self._left[name].set()
+            if name in self._children and self._children[name].is_alive:
+                self._children[name].terminate()
+        self.changed.set()
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
@@ -165,14 +200,15 @@ class LocalLauncher:
             child = await self._start_coordinator_process(int(self.address.rpartition(":")[2]))
 
     async def _keep_worker(self, name: str, role: Role) -> None:
-        """Start one worker, reap it, report its end and start it again."""
-        arguments = ["--config", str(self._config_path), "--name", name, "--coordinator", self.address]
-        arguments += ["--host", self._config.launcher.host]
+        """Start one worker, reap it, report its end and start it again, until it is told to leave."""
+        left = self._left[name]
         loop = asyncio.get_running_loop()
         backoff_s = _BACKOFF_FIRST_S
-        while not self._stopping.is_set():
+        while not left.is_set():
             started_s = loop.time()
-            child = await self._start(name, self._worker_modules[role], arguments)
+            child = await self._start(name, self._worker_modules[role], self._worker_arguments(name))
+            if left.is_set():  # said while it was being started
+                child.terminate()
             exit_status = await child.reap()
             if self._stopping.is_set():
                 return
@@ -182,13 +218,22 @@ class LocalLauncher:
                 return
             await self._report_exit(child, exit_status)
             if self._config.launcher.restart == "never":
-                return
-            if loop.time() - started_s >= _SETTLED_S:
+                break
+            if exit_status == 0 or loop.time() - started_s >= _SETTLED_S:  # 0: it was told to drain
                 backoff_s = _BACKOFF_FIRST_S
-            await self._unless_stopped(backoff_s)
+            await _wait_at_most(left, backoff_s)
             backoff_s = min(2 * backoff_s, _BACKOFF_MOST_S)
-            if self._config.faults and "--without-faults" not in arguments:
-                arguments.append("--without-faults")  # each of them happens once
+        if not self._stopping.is_set():
+            self._roster.ended(name)
+            self.changed.set()
+
+    def _worker_arguments(self, name: str) -> list[str]:
+        arguments = ["--config", str(self._config_path), "--name", name, "--coordinator", self.address]
+        arguments += ["--host", self._config.launcher.host]
+        if self._config.faults and name in self._faulted:
+            arguments.append("--without-faults")  # each of them happens once
+        self._faulted.add(name)
+        return arguments
 
     async def _report_exit(self, child: Child, exit_status: int) -> None:
         """The proof that this process can write no more: said until it is answered, or until all is stopped.
@@ -264,10 +309,7 @@ class LocalLauncher:
 
     async def _unless_stopped(self, limit_s: float) -> bool:
         """Wait that long, or until `stop` is called: then True."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await self._stopping.wait()
-        return self._stopping.is_set()
+        return await _wait_at_most(self._stopping, limit_s)
 
 
 async def wait_serving(address: str, timeout_s: float) -> None:
@@ -286,6 +328,13 @@ async def wait_serving(address: str, timeout_s: float) -> None:
 
 async def _wait(event: asyncio.Event) -> None:
     await event.wait()
+
+
+async def _wait_at_most(event: asyncio.Event, limit_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await event.wait()
+    return event.is_set()
 
 
 async def _wait_for_address(listen_file: Path) -> str:

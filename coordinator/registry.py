@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from coordinator.effects import Assigned, Send
 from coordinator.life import Books
 from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, host_of, is_loopback
+from loopline.errors import OperatorError
 from loopline.identity import Capacity, Role, WorkerId, WorkerLoad, WorkerState
-from loopline.messages import Heartbeat, Pair, PairFailed, PairReady, PeerGone, Register
+from loopline.messages import Drain, Heartbeat, Pair, PairFailed, PairReady, PeerGone, Register
 
 _LOG = logging.getLogger(__name__)
 _LOST_KEPT = 64  # lost workers that a proof of their end may still come for
@@ -59,9 +60,7 @@ class _Member:
 class Registry:
     """Workers by WorkerId, in order of joining."""
 
-    def __init__(
-        self, lease_s: float, rate_floor_bytes_per_s: float | None = None, peer_share: float = 1.0
-    ) -> None:
+    def __init__(self, lease_s: float, rate_floor_bytes_per_s: float | None = None, peer_share: float = 1.0) -> None:
         """A link that is slower than the floor is used, with a warning. `peer_share`: part of a prefill worker's slots
         that one of its several decode workers may have."""
         self._lease_s = lease_s
@@ -149,6 +148,20 @@ class Registry:
             Send(other.worker, PeerGone(worker, proven)) for other in self._alive.values() if _may_pair(member, other)
         ]
 
+    def drain(self, name: str, limit_s: float) -> Send:
+        """Have the living worker of that name leave; it gets no new work from now on. Raises OperatorError that names
+        those that exist."""
+        member = next((m for m in self._alive.values() if m.register.peer.name == name), None)
+        if member is None:
+            names = ", ".join(m.register.peer.name for m in self._alive.values()) or "none"
+            raise OperatorError(f"no worker is named {name!r}; there are: {names}")
+        member.draining = True
+        return Send(member.worker, Drain(limit_s))
+
+    def has_left(self, worker: WorkerId) -> bool:
+        """Whether it is gone in order: it was draining when its stream ended."""
+        return worker in self._lost and self._lost[worker].left
+
     def _forget_some(self) -> None:
         """Drop the oldest of too many lost ones, first those of which nothing more can be learned."""
         while len(self._lost) > _LOST_KEPT:
@@ -185,7 +198,7 @@ class Registry:
         member.heard_at_s = now_s
         member.load = message.load
         member.books = Books(now_s - message.lag_s, frozenset(message.load.known))
-        member.draining = message.draining
+        member.draining = member.draining or message.draining  # for good; this one may be older than the order
         member.refused = False
         again = [self._alive[decode] for decode in member.failed_pairs if decode in self._alive]
         member.failed_pairs.clear()

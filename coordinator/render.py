@@ -11,13 +11,14 @@ from loopline.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LooplineError,
+    OperatorError,
     Overloaded,
     RequestError,
     RequestRefused,
     RequestTooLarge,
     WorkerLost,
 )
-from loopline.messages import TokenRow
+from loopline.messages import LauncherReport, TokenRow
 from loopline.request import FinishReason, Request
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import loopline_pb2
@@ -50,6 +51,8 @@ def error_status(error: LooplineError) -> tuple[grpc.StatusCode, Metadata]:
         return grpc.StatusCode.DEADLINE_EXCEEDED, kind
     if isinstance(error, RequestRefused):
         return grpc.StatusCode.UNAVAILABLE, kind
+    if isinstance(error, OperatorError):
+        return grpc.StatusCode.FAILED_PRECONDITION, kind
     return grpc.StatusCode.INTERNAL, kind
 
 
@@ -94,13 +97,35 @@ def finished_event(event: Finish) -> Any:
     return loopline_pb2.GenerateEvent(finished=finished)
 
 
-def status_message(snapshot: ClusterSnapshot, *, queued: int, running: int, serving: bool, epoch: int) -> Any:
+def status_message(
+    snapshot: ClusterSnapshot,
+    *,
+    queued: int,
+    running: int,
+    serving: bool,
+    epoch: int,
+    launcher: LauncherReport | None = None,
+) -> Any:
     return loopline_pb2.Status(
+        launcher=None if launcher is None else _launcher(launcher),
         workers=[_worker(view) for view in snapshot.workers],
         queued=queued,
         running=running,
         serving=serving,
         epoch=epoch,
+    )
+
+
+def _launcher(report: LauncherReport) -> Any:
+    return loopline_pb2.Launcher(
+        host=report.host,
+        restarts=report.restarts,
+        prefill=report.wanted.prefill,
+        decode=report.wanted.decode,
+        workers=[
+            loopline_pb2.LaunchedWorker(name=worker.name, role=worker.role.value, leaving=worker.leaving)
+            for worker in report.workers
+        ],
     )
 
 

@@ -14,7 +14,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from coordinator.dispatcher import Dispatcher
+from coordinator.fleet import Fleet
 from coordinator.intake import Intake
+from coordinator.operations import OperationsServicer
 from coordinator.service import ClusterServicer, LooplineServicer, ModelCard
 from loopline.clock import Clock, MonotonicClock
 from loopline.config import ClusterConfig, load_config
@@ -23,7 +25,12 @@ from loopline.process import on_terminate, watch_life_pipe, write_json_by_rename
 from loopline.request import InitialState, Limits, SamplingParams
 from loopline.telemetry.logs import configure_logging
 from loopline.text import TextCodec, load_text
-from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
+from loopline.wire._generated.loopline.v1 import (
+    cluster_pb2_grpc,
+    loopline_pb2,
+    loopline_pb2_grpc,
+    operations_pb2_grpc,
+)
 from loopline.wire.channel import bind, join_address, server_options
 
 _LOG = logging.getLogger(__name__)
@@ -85,13 +92,18 @@ def build_intake(config: ClusterConfig, spec: ModelSpec, codec: TextCodec | None
     )
 
 
-def build_server(dispatcher: Dispatcher, intake: Intake, card: ModelCard, max_message_bytes: int) -> grpc.aio.Server:
-    """A server with both services; not bound, not started."""
+def build_server(
+    dispatcher: Dispatcher, intake: Intake, card: ModelCard, max_message_bytes: int, drain_limit_s: float
+) -> grpc.aio.Server:
+    """A server with all services; not bound, not started. `drain_limit_s`: of a worker's drain that names no limit."""
     server = grpc.aio.server(options=server_options(max_message_bytes))
+    fleet = Fleet()
     add_public: Any = loopline_pb2_grpc.add_LooplineServicer_to_server  # generated code is untyped
     add_cluster: Any = cluster_pb2_grpc.add_ClusterServicer_to_server
-    add_public(LooplineServicer(dispatcher, intake, card), server)
-    add_cluster(ClusterServicer(dispatcher), server)
+    add_operations: Any = operations_pb2_grpc.add_OperationsServicer_to_server
+    add_public(LooplineServicer(dispatcher, fleet, intake, card), server)
+    add_cluster(ClusterServicer(dispatcher, fleet), server)
+    add_operations(OperationsServicer(dispatcher, fleet, drain_limit_s), server)
     return server
 
 
@@ -104,7 +116,8 @@ async def serve(options: ServerOptions) -> None:
     dispatcher = build_dispatcher(config, spec, MonotonicClock(), earlier_epoch=earlier_epoch)
     card = ModelCard(Path(config.model.path).name, _dtype(config, spec))
     intake = build_intake(config, spec, load_text(config.model.path))
-    server = build_server(dispatcher, intake, card, config.limits.max_message_bytes)
+    drain_limit_s = config.membership.drain_limit_s
+    server = build_server(dispatcher, intake, card, config.limits.max_message_bytes, drain_limit_s)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -124,7 +137,7 @@ async def serve(options: ServerOptions) -> None:
             tasks.create_task(dispatcher.run()),
             tasks.create_task(_publish_health(dispatcher, health_servicer)),
         ]
-        limit_s = config.membership.drain_limit_s if options.drain_limit_s is None else options.drain_limit_s
+        limit_s = drain_limit_s if options.drain_limit_s is None else options.drain_limit_s
         await dispatcher.drain(limit_s if await stop else 0.0)
         dispatcher.close_workers()
         await server.stop(_CLOSE_S)

@@ -15,6 +15,7 @@ import grpc.aio
 
 from coordinator.dispatcher import Dispatcher
 from coordinator.effects import Ending, Outcome
+from coordinator.fleet import Fleet, LauncherStream
 from coordinator.intake import Intake, Submission
 from coordinator.metrics import LossReason
 from coordinator.registry import Refused
@@ -27,9 +28,9 @@ from coordinator.render import (
     status_message,
 )
 from coordinator.streams import Finish, Tokens, WorkerStream
-from loopline.errors import LooplineError
+from loopline.errors import LooplineError, OperatorError
 from loopline.identity import WorkerId
-from loopline.messages import Register, Rejected
+from loopline.messages import LauncherReport, Register, Rejected
 from loopline.request import Route, Timing, Usage
 from loopline.telemetry.logs import about
 from loopline.wire import convert
@@ -51,8 +52,9 @@ class ModelCard:
 class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
     """The public API."""
 
-    def __init__(self, dispatcher: Dispatcher, intake: Intake, card: ModelCard) -> None:
+    def __init__(self, dispatcher: Dispatcher, fleet: Fleet, intake: Intake, card: ModelCard) -> None:
         self._dispatcher = dispatcher
+        self._fleet = fleet
         self._intake = intake
         self._card = card
 
@@ -129,14 +131,16 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             running=dispatcher.num_running,
             serving=dispatcher.serving,
             epoch=dispatcher.epoch,
+            launcher=self._fleet.launcher,
         )
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     """The workers' and launchers' side."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, fleet: Fleet) -> None:
         self._dispatcher = dispatcher
+        self._fleet = fleet
 
     async def Attach(self, messages: AsyncIterator[Any], context: Context) -> None:
         """One worker's stream, from Register to its loss; it ends when either side is done with the other."""
@@ -170,6 +174,29 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         self._dispatcher.on_exit(message.name, message.pid, message.host)
         return cluster_pb2.WorkerExitAnswer()
 
+    async def AttachLauncher(self, messages: AsyncIterator[Any], context: Context) -> None:
+        """One launcher's stream, from its first report on; it ends when either side does or it is replaced."""
+        try:
+            report = convert.from_proto(LauncherReport, await context.read())
+            stream = self._fleet.attach(report)
+        except OperatorError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except (ValueError, AttributeError) as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a launcher's report: {error}")
+        tasks = (
+            asyncio.ensure_future(self._write_wanted(stream, context)),
+            asyncio.ensure_future(self._read_reports(stream, context)),
+        )
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for fault in (fault for task in done if (fault := _own_fault(task)) is not None):
+                _LOG.error("the stream of the launcher for %s failed here", report.host, exc_info=fault)
+        finally:
+            self._fleet.detach(stream)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _first_message(self, context: Context) -> Register:
         envelope = await context.read()
         if isinstance(envelope, cluster_pb2.WorkerMessage) and envelope.HasField("register"):
@@ -182,6 +209,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     async def _write_commands(self, stream: WorkerStream, context: Context) -> None:
         while (message := await stream.next_message()) is not None:
             await context.write(convert.wrap_coordinator_message(message, self._dispatcher.epoch))
+
+    async def _write_wanted(self, stream: LauncherStream, context: Context) -> None:
+        while (wanted := await stream.next_wanted()) is not None:
+            await context.write(convert.to_proto(wanted))
+
+    async def _read_reports(self, stream: LauncherStream, context: Context) -> None:
+        while (report := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
+            self._fleet.take(stream, convert.from_proto(LauncherReport, report))
 
     async def _read_messages(self, worker: WorkerId, context: Context) -> None:
         while (envelope := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it

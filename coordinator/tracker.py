@@ -210,12 +210,14 @@ class Tracker:
             return []
         return self._refused(life, worker, message.cause, message.detail)
 
-    def on_worker_lost(self, worker: WorkerId, name: str) -> list[Effect]:
-        """Restart elsewhere everything that `worker` may hold something of, oldest first."""
+    def on_worker_lost(self, worker: WorkerId, name: str, *, left: bool = False) -> list[Effect]:
+        """Restart elsewhere everything that `worker` may hold something of, oldest first. `left`: it drained, and what
+        it handed over is not to blame for that."""
+        cause = Cause.DRAINING if left else Cause.PEER_LOST
         effects: list[Effect] = []
         for life in list(self._lives.values()):
             if worker in life.holders() or (life.is_prefill(worker) and life.prefill_running):
-                effects += self._restart(life, worker, Cause.PEER_LOST, f"worker {name} was lost")
+                effects += self._restart(life, worker, cause, f"worker {name} was lost")
         return effects
 
     # ---- what nobody says ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Options of a request, shared by `generate` and `run`."""
+"""Options that commands share: the address, waiting, and those of a request."""
 
 import functools
 import inspect
@@ -33,6 +33,8 @@ Address = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is done, or when it is ordered.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="S", help="Most seconds of each wait.")]
 Deadline = Annotated[float | None, typer.Option("--deadline", metavar="S", help="Seconds after which to give up.")]
 
 

@@ -15,6 +15,7 @@ from loopline.errors import (
     InvalidRequest,
     LooplineError,
     NoTokenizer,
+    OperatorError,
     Overloaded,
     PeerError,
     RequestRefused,
@@ -51,6 +52,7 @@ _NAMED: Mapping[Any, type[LooplineError]] = {
         InvalidRequest,
         RequestTooLarge,
         NoTokenizer,
+        OperatorError,
         RequestRefused,
         Overloaded,
         DeadlineExceeded,
@@ -144,7 +146,7 @@ def _finished(message: Any) -> Finished:
 
 
 def record_of(kind: type[R], message: Any) -> R:
-    """The record whose fields have the message's names."""
+    """The record whose fields have the message's names. One that may be None is None where the message has none."""
     hints = typing.get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(typing.cast(Any, kind))]
     return kind(**{name: _maybe_value(hints[name], message, name) for name in names})

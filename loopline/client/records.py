@@ -130,6 +130,27 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaunchedWorker:
+    """A worker that a launcher keeps. `leaving`: it was told to leave, and is not started again."""
+
+    name: str
+    role: str
+    leaving: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherInfo:
+    """Who starts workers. `prefill` and `decode`: how many it is to keep; `restarts`: whether those that end are
+    started again."""
+
+    host: str
+    restarts: bool
+    prefill: int
+    decode: int
+    workers: tuple[LaunchedWorker, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ClusterStatus:
     """The cluster as the coordinator sees it."""
 
@@ -138,3 +159,4 @@ class ClusterStatus:
     running: int
     serving: bool
     epoch: int
+    launcher: LauncherInfo | None = None

@@ -16,15 +16,17 @@ class Orders:
         self.wants_restart = False
         self._drain = asyncio.Event()
         self._stop = asyncio.Event()
+        self._was_signalled = False
 
     @property
     def is_draining(self) -> bool:
         return self._drain.is_set()
 
     def terminate(self) -> None:
-        """A signal. The first: drain. The second: stop at once."""
-        if self.is_draining:
+        """A signal. The first: drain, which may be going on by order already. The second: stop at once."""
+        if self._was_signalled:
             self.stop()
+        self._was_signalled = True
         self.drain(self._default_limit_s)
 
     def drain(self, limit_s: float) -> None:

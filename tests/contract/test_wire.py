@@ -24,6 +24,8 @@ PEER_MESSAGES = (
     messages.CommitAnswer,
     messages.CloseHandoff,
     messages.HandoffClosed,
+    messages.LauncherReport,
+    messages.Wanted,
 )
 
 

@@ -45,6 +45,7 @@ from tests.unit.coordinator.builders import STATS, heartbeat, register
 
 MODEL = Path(__file__).parents[3] / "configs" / "models" / "tiny-ouro"
 WAIT_S = 10.0
+DRAIN_LIMIT_S = 7.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -248,7 +249,8 @@ async def scripted_cluster(
     spec = load_model_spec(model)
     dispatcher = build_dispatcher(config, spec, MonotonicClock())
     intake = build_intake(config, spec, codec or load_text(model))
-    server = build_server(dispatcher, intake, ModelCard("tiny", "fp32"), config.limits.max_message_bytes)
+    card = ModelCard("tiny", "fp32")
+    server = build_server(dispatcher, intake, card, config.limits.max_message_bytes, DRAIN_LIMIT_S)
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
     placing = asyncio.ensure_future(dispatcher.run())

@@ -5,8 +5,9 @@ import pytest
 
 from coordinator.effects import Send
 from coordinator.registry import Joined, Refused, Registry
+from loopline.errors import OperatorError
 from loopline.identity import Role, WorkerState
-from loopline.messages import Pair, PairFailed, PairReady, PeerGone
+from loopline.messages import Drain, Pair, PairFailed, PairReady, PeerGone
 from tests.unit.coordinator.builders import OTHER_FINGERPRINT, heartbeat, peer, register
 
 HOST = "127.0.0.1"
@@ -154,6 +155,19 @@ def test_who_drained_has_left_and_is_not_lost() -> None:
     registry.lose(D.peer.worker, proven=False)
     assert list(states(registry)) == ["prefill-0"]
     assert registry.lives_of("decode-0", 11, HOST) == [D.peer.worker]
+
+
+def test_an_ordered_drain_begins_at_once_and_lasts() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D)
+    registry.pair_ready(P.peer.worker, PairReady(D.peer.worker, "tcp", 1.0))
+    assert registry.drain("decode-0", 2.0) == Send(D.peer.worker, Drain(2.0))
+    registry.heartbeat(D.peer.worker, heartbeat(), 1.0)  # sent before the order came
+    assert states(registry)["decode-0"] is WorkerState.DRAINING
+    registry.lose(D.peer.worker, proven=False)
+    assert registry.has_left(D.peer.worker) and not registry.has_left(P.peer.worker)
+    with pytest.raises(OperatorError, match="no worker is named 'decode-0'; there are: prefill-0"):
+        registry.drain("decode-0", 2.0)
 
 
 def test_who_hangs_while_draining_is_lost() -> None:

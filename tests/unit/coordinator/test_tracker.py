@@ -217,6 +217,18 @@ def test_attempts_without_a_new_token_are_bounded() -> None:
     assert "3 attempts" in outcome.detail and "0 tokens were delivered" in outcome.detail
 
 
+def test_workers_that_drained_cost_no_attempt() -> None:
+    bench = Bench()
+    tracker = bench.tracker
+    for generation in range(1, 2 * MAX_FRUITLESS_ATTEMPTS):
+        tracker.reserve("r1", D)
+        tracker.on_reserved(D.worker, reserved("r1", generation))
+        tracker.bind("r1", P)
+        tracker.on_granted(D.worker, granted("r1", P, generation))
+        assert Requeue("r1") in tracker.on_worker_lost(P.worker, "prefill-0", left=True)
+        assert tracker.request("r1").attempt == generation + 1  # it may have computed: what it said is of another try
+
+
 def test_a_new_token_starts_the_count_of_attempts_over() -> None:
     bench = Bench(max_tokens=50)
     tracker = bench.tracker

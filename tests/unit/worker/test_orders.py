@@ -18,6 +18,20 @@ def test_the_second_signal_stops() -> None:
     asyncio.run(main())
 
 
+def test_the_first_signal_after_an_ordered_drain_does_not_stop() -> None:
+    async def main() -> None:
+        orders = Orders(7.0)
+        stopped = asyncio.ensure_future(orders.wait_stop())
+        orders.drain(0.5)
+        orders.terminate()
+        assert await orders.wait_drain() == 0.5
+        assert not stopped.done()
+        orders.terminate()
+        await stopped
+
+    asyncio.run(main())
+
+
 def test_a_drain_message_brings_its_limit() -> None:
     async def main() -> None:
         orders = Orders(7.0)

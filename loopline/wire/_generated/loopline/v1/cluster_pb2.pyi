@@ -446,6 +446,48 @@ class WorkerExitAnswer(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class WorkerCounts(_message.Message):
+    __slots__ = ("prefill", "decode")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+
+class KeptWorker(_message.Message):
+    __slots__ = ("name", "role", "leaving")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    leaving: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., leaving: _Optional[bool] = ...) -> None: ...
+
+class LauncherReport(_message.Message):
+    __slots__ = ("launcher", "host", "restarts", "wanted", "revision", "workers")
+    LAUNCHER_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    launcher: str
+    host: str
+    restarts: bool
+    wanted: WorkerCounts
+    revision: int
+    workers: _containers.RepeatedCompositeFieldContainer[KeptWorker]
+    def __init__(self, launcher: _Optional[str] = ..., host: _Optional[str] = ..., restarts: _Optional[bool] = ..., wanted: _Optional[_Union[WorkerCounts, _Mapping]] = ..., revision: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[KeptWorker, _Mapping]]] = ...) -> None: ...
+
+class Wanted(_message.Message):
+    __slots__ = ("counts", "revision")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    counts: WorkerCounts
+    revision: int
+    def __init__(self, counts: _Optional[_Union[WorkerCounts, _Mapping]] = ..., revision: _Optional[int] = ...) -> None: ...
+
 class Connect(_message.Message):
     __slots__ = ("peer", "fingerprint", "agent_metadata")
     PEER_FIELD_NUMBER: _ClassVar[int]

@@ -45,6 +45,11 @@ class ClusterStub:
                 request_serializer=loopline_dot_v1_dot_cluster__pb2.WorkerExit.SerializeToString,
                 response_deserializer=loopline_dot_v1_dot_cluster__pb2.WorkerExitAnswer.FromString,
                 _registered_method=True)
+        self.AttachLauncher = channel.stream_stream(
+                '/loopline.v1.Cluster/AttachLauncher',
+                request_serializer=loopline_dot_v1_dot_cluster__pb2.LauncherReport.SerializeToString,
+                response_deserializer=loopline_dot_v1_dot_cluster__pb2.Wanted.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -65,6 +70,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AttachLauncher(self, request_iterator, context):
+        """A launcher's one stream: what it keeps up, how many workers it should keep down. Both are states: the last one holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.ReportExit,
                     request_deserializer=loopline_dot_v1_dot_cluster__pb2.WorkerExit.FromString,
                     response_serializer=loopline_dot_v1_dot_cluster__pb2.WorkerExitAnswer.SerializeToString,
+            ),
+            'AttachLauncher': grpc.stream_stream_rpc_method_handler(
+                    servicer.AttachLauncher,
+                    request_deserializer=loopline_dot_v1_dot_cluster__pb2.LauncherReport.FromString,
+                    response_serializer=loopline_dot_v1_dot_cluster__pb2.Wanted.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class Cluster:
             '/loopline.v1.Cluster/ReportExit',
             loopline_dot_v1_dot_cluster__pb2.WorkerExit.SerializeToString,
             loopline_dot_v1_dot_cluster__pb2.WorkerExitAnswer.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AttachLauncher(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/loopline.v1.Cluster/AttachLauncher',
+            loopline_dot_v1_dot_cluster__pb2.LauncherReport.SerializeToString,
+            loopline_dot_v1_dot_cluster__pb2.Wanted.FromString,
             options,
             channel_credentials,
             insecure,

@@ -351,15 +351,41 @@ class Link(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., transport: _Optional[str] = ..., bytes_per_s: _Optional[float] = ..., is_slow: _Optional[bool] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("workers", "queued", "running", "serving", "epoch")
+    __slots__ = ("workers", "queued", "running", "serving", "epoch", "launcher")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LAUNCHER_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[Worker]
     queued: int
     running: int
     serving: bool
     epoch: int
-    def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., serving: _Optional[bool] = ..., epoch: _Optional[int] = ...) -> None: ...
+    launcher: Launcher
+    def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., serving: _Optional[bool] = ..., epoch: _Optional[int] = ..., launcher: _Optional[_Union[Launcher, _Mapping]] = ...) -> None: ...
+
+class Launcher(_message.Message):
+    __slots__ = ("host", "restarts", "prefill", "decode", "workers")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    restarts: bool
+    prefill: int
+    decode: int
+    workers: _containers.RepeatedCompositeFieldContainer[LaunchedWorker]
+    def __init__(self, host: _Optional[str] = ..., restarts: _Optional[bool] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[LaunchedWorker, _Mapping]]] = ...) -> None: ...
+
+class LaunchedWorker(_message.Message):
+    __slots__ = ("name", "role", "leaving")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    role: str
+    leaving: bool
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., leaving: _Optional[bool] = ...) -> None: ...
