@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from loopline.cli import bench, check, demo, generate, launch, run, status, worker
+from loopline.cli import bench, check, demo, drain, generate, launch, run, scale, status, worker
 from loopline.errors import LooplineError
 
 app = typer.Typer(
@@ -17,6 +17,9 @@ app.command("launch")(launch.launch)
 app.command("generate")(generate.generate)
 app.command("run")(run.run)
 app.command("status")(status.status)
+app.command("scale")(scale.scale)
+app.command("drain")(drain.drain)
+app.command("rolling-restart")(drain.rolling_restart)
 app.command("check")(check.check)
 app.command("worker")(worker.worker)
 app.add_typer(bench.app, name="bench")

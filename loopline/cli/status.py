@@ -86,6 +86,8 @@ def details(found: ClusterStatus) -> Iterator[str]:
         handoffs = ", ".join(f"{count} {state}" for state, count in worker.handoffs.items() if count)
         if handoffs:
             yield f"{worker.name} handoffs: {handoffs}"
+    if (launcher := found.launcher) is not None:
+        yield f"the launcher for {launcher.host} keeps {launcher.prefill} prefill and {launcher.decode} decode workers"
 
 
 def _budget(budget: BudgetCounts) -> str:

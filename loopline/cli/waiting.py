@@ -1,0 +1,56 @@
+"""Waiting for workers to come and go, for the commands that change them."""
+
+import time
+from collections.abc import Callable
+
+from loopline.client import ClusterStatus
+from loopline.client.operator import Operator
+from loopline.errors import CoordinatorUnreachable, DeadlineExceeded
+from loopline.identity import Role, WorkerState
+
+POLL_S = 0.1
+
+
+def wait_for(operator: Operator, is_so: Callable[[ClusterStatus], bool], what: str, timeout_s: float) -> ClusterStatus:
+    """The first status that is so. DeadlineExceeded says `what` was waited for. A coordinator that does not answer for
+    a while is waited for, too."""
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            status = operator.status()
+            if is_so(status):
+                return status
+        except CoordinatorUnreachable:
+            if time.monotonic() >= end_s:
+                raise
+        if time.monotonic() >= end_s:
+            raise DeadlineExceeded(f"not within {timeout_s:g} s: {what}; `loopline status` shows how far it is")
+        time.sleep(POLL_S)
+
+
+def is_settled(status: ClusterStatus) -> bool:
+    """Every worker that the launcher is to keep is ready, and those that it was to drain are gone. Where the other role
+    has no worker nobody can be paired, and having joined is enough."""
+    launcher = status.launcher
+    if launcher is None:
+        return False
+    living = {worker.name: worker for worker in status.workers if worker.state != WorkerState.LOST}
+    roles = {worker.role for worker in living.values()}
+    enough = {WorkerState.READY} if len(roles) == len(Role) else {WorkerState.READY, WorkerState.STARTING}
+    counts = tuple(sum(1 for worker in launcher.workers if worker.role == role) for role in (Role.PREFILL, Role.DECODE))
+    return counts == (launcher.prefill, launcher.decode) and all(
+        not worker.leaving and worker.name in living and living[worker.name].state in enough
+        for worker in launcher.workers
+    )
+
+
+def has_successor(status: ClusterStatus, name: str, uuid: str) -> bool:
+    """A worker of that name is ready and is not the life with that uuid."""
+    return any(
+        worker.name == name and worker.uuid != uuid and worker.state == WorkerState.READY for worker in status.workers
+    )
+
+
+def has_gone(status: ClusterStatus, uuid: str) -> bool:
+    """The life with that uuid is no longer among the workers."""
+    return all(worker.uuid != uuid or worker.state == WorkerState.LOST for worker in status.workers)
