@@ -289,7 +289,9 @@ class Dispatcher:
     def _end(self, request_id: str, outcome: Outcome) -> None:
         if request_id != self._probe_id:
             self.metrics.ended(outcome.ending)
-            _LOG.info("%s after %d tokens", outcome.ending, outcome.usage.completion_tokens, extra=about(request_id))
+            text, route = "%s after %d tokens; prefilled by %s, decoded by %s", outcome.route
+            numbers = outcome.ending, outcome.usage.completion_tokens
+            _LOG.info(text, *numbers, route.prefill or "nobody", route.decode or "nobody", extra=about(request_id))
         self._queue.remove(request_id)
         self._deadlines.pop(request_id).cancel()
         self._groups.pop(request_id, None)

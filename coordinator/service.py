@@ -75,8 +75,9 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
         except LooplineError as error:
             refusal, metadata = error_status(error)
             await context.abort(refusal, str(error), metadata)
-        if message.label:
-            _LOG.info("label %r", message.label, extra=about(request.request_id))
+        text = "accepted: %d prompt tokens, at most %d new ones, label %r"
+        numbers = len(request.prompt_ids), request.params.max_tokens
+        _LOG.info(text, *numbers, message.label, extra=about(request.request_id))
         try:
             await context.write(accepted_event(request))
             while isinstance(event := await stream.next_event(), Tokens):

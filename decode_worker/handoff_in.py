@@ -54,6 +54,7 @@ from loopline.messages import (
 )
 from loopline.request import Request
 from loopline.sched.plan import StepOutcome
+from loopline.telemetry.logs import about
 from loopline.worker.deadlines import Deadlines
 from loopline.worker.events import BeginDrain, CommitReceived, CoordinatorLost, WriterClosed
 from loopline.worker.faults import no_fault
@@ -208,7 +209,7 @@ class HandoffIn:
         key, part = notice.key, notice.range
         blocks = f"blocks {part.first_block} to {part.first_block + part.num_blocks - 1}"
         detail = f"push {part.seq} ({blocks} of the request) arrived with other bytes than were sent"
-        logger.error("request %s, generation %d: %s", key.request_id, key.generation, detail)
+        logger.error("generation %d: %s", key.generation, detail, extra=about(key.request_id))
         self._carry_out(self._table.push_corrupted(key))
         self._ports.to_coordinator(RequestFailed(key, Cause.CORRUPTED, detail))
 
@@ -269,10 +270,14 @@ class HandoffIn:
         row = self._engine.scheduler.activate(self._reserved[key].allocation, first)
         del self._reserved[key]
         self._running[key.request_id] = key
+        logger.info("the handoff is whole: decoding from position %d", first.position, extra=about(key.request_id))
         self._emitter.emit(self._engine.scheduler.step, (row,))
 
     def _give_up(self, key: HandoffKey, quarantine: Quarantine | None) -> None:
         allocation = self._reserved.pop(key).allocation
+        quarantined = 0 if quarantine is None else len(quarantine.block_ids)
+        text = "generation %d is given up before it was whole; %d blocks go into quarantine"
+        logger.info(text, key.generation, quarantined, extra=about(key.request_id))
         self._engine.scheduler.unreserve(allocation)
         self._ports.entered(ReceiveState.CLOSED if quarantine is None else ReceiveState.QUARANTINED)
         if quarantine is None:

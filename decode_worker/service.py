@@ -18,6 +18,7 @@ from loopline.messages import (
     Connected,
     HandoffClosed,
 )
+from loopline.telemetry.logs import about
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.worker.events import CommitReceived, WriterClosed
@@ -92,7 +93,8 @@ class Writers:
         except (grpc.aio.AioRpcError, ValueError) as error:
             if writer.worker.uuid not in self._silent:
                 self._silent.add(writer.worker.uuid)
-                logger.warning("%s does not answer CloseHandoff of %s: %s", writer.name, key, describe(error))
+                text = "%s does not answer CloseHandoff: %s"
+                logger.warning(text, writer.name, describe(error), extra=about(key.request_id))
             return
         finally:
             self._asking.discard(key)

@@ -55,6 +55,7 @@ from loopline.messages import (
 )
 from loopline.request import Request
 from loopline.sched.plan import ChunkDone, StepOutcome
+from loopline.telemetry.logs import about
 from loopline.worker.deadlines import Deadlines
 from loopline.worker.events import BeginDrain, CloseAsked, CommitAnswered, CommitUndelivered, CoordinatorLost
 from loopline.worker.faults import no_fault
@@ -267,6 +268,9 @@ class HandoffOut:
             cached_tokens=out.cached_tokens,
         )
         self._ports.to_coordinator(Prefilled(out.key, out.request.attempt, row, stats))
+        text = "prefilled %d tokens (%d cached) in %.3f s, %d pushes to %s"
+        numbers = out.request.num_known_tokens, out.cached_tokens, stats.prefill_s, stats.pushes, out.target.name
+        logger.info(text, *numbers, extra=about(out.key.request_id))
         if row.finish is not None:  # the answer is whole: nothing is left to decode, the reservation is not needed
             self._give_up(out)
             return
@@ -326,6 +330,7 @@ class HandoffOut:
     def _give_up_key(self, key: HandoffKey, cause: Cause, detail: str) -> None:
         if self._is_outgoing(key):
             self._give_up(self._outgoing[key.request_id])
+            logger.warning("given up: %s: %s", cause, detail, extra=about(key.request_id))
             self._ports.to_coordinator(RequestFailed(key, cause, detail))
 
     def _give_up(self, out: _Outgoing) -> None:

@@ -20,6 +20,7 @@ from loopline.messages import (
     Connected,
     HandoffClosed,
 )
+from loopline.telemetry.logs import about
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.worker.events import CloseAsked, CommitAnswered, CommitUndelivered
@@ -103,11 +104,12 @@ class DecodePeers:
             answer = await self._commit(peer, commit)
             event = CommitAnswered(commit.key, answer.cause, peer.name)
             if answer.cause is not None:
-                logger.info("commit of %s was ignored by %s: %s", commit.key, peer.name, answer.cause.value)
+                text, about_it = "commit of generation %d was ignored by %s: %s", about(commit.key.request_id)
+                logger.info(text, commit.key.generation, peer.name, answer.cause.value, extra=about_it)
         except (grpc.aio.AioRpcError, PeerLost, ValueError) as error:
             event = CommitUndelivered(commit.key, f"{peer.name}: {describe(error)}")
         except Exception as error:
-            logger.exception("commit of %s could not be sent to %s", commit.key, peer.name)
+            logger.exception("a commit could not be sent to %s", peer.name, extra=about(commit.key.request_id))
             event = CommitUndelivered(commit.key, f"{peer.name}: {error!r}")
         self._to_engine(event)
 

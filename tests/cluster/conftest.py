@@ -14,7 +14,8 @@ from tests.support.golden import MODELS
 def ouro(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One prefill and one decode worker on tiny-ouro."""
     folder = tmp_path_factory.mktemp("ouro")
-    with launched(write_config(folder / "cluster.yaml", MODELS / "tiny-ouro"), folder) as cluster:
+    telemetry: dict[str, object] = {"log_format": "json", "metrics_port": 0}
+    with launched(write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", telemetry=telemetry), folder) as cluster:
         yield cluster
 
 

@@ -88,7 +88,7 @@ def test_a_corrupted_push_costs_no_token_where_pushes_are_verified(
         cluster.wait_idle()
         assert cluster.workers()["decode-0"].ignored["corrupted"] == 1
         log = (tmp_path / "run" / "decode-0.log").read_text(encoding="utf-8")
-        assert len(re.findall(r"request \S+, generation \d+: push \d+ \(blocks \d+ to \d+ of the request\)", log)) == 1
+        assert len(re.findall(r"push \d+ \(blocks \d+ to \d+ of the request\) .* \[request \S+\]", log)) == 1
         assert ask_all(cluster) == expected
 
 

@@ -54,9 +54,10 @@ def write_config(path: Path, model: Path, **groups: dict[str, object]) -> Path:
 class Cluster:
     """A running cluster."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], address: str, run_dir: Path) -> None:
         self.process = process
         self.address = address
+        self.run_dir = run_dir
         self.client = Client(address)
 
     def workers(self) -> dict[str, WorkerInfo]:
@@ -96,7 +97,7 @@ def launched(config: Path, folder: Path) -> Iterator[Cluster]:
     try:
         wait_until(lambda: ready.is_file() or process.poll() is not None, "the cluster serves", READY_S)
         assert process.poll() is None, (folder / "launch.log").read_text()
-        cluster = Cluster(process, json.loads(ready.read_text())["address"])
+        cluster = Cluster(process, json.loads(ready.read_text())["address"], folder / "run")
         children = cluster.descendants()
         yield cluster
         cluster.client.close()
