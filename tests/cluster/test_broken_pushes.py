@@ -12,10 +12,11 @@ import psutil
 import pytest
 
 from coordinator.tracker import MAX_FRUITLESS_ATTEMPTS
+from loopline.client import WorkerInfo
 from loopline.engine.local import LocalEngine
 from loopline.errors import LooplineError
 from tests.cluster.test_faults import check_committed, faulty, ready
-from tests.cluster.test_repeats import Stream, alone, ask, prompt_of
+from tests.support.asking import Stream, alone, ask, prompt_of
 from tests.support.cluster import Cluster, wait_until
 
 BLOCK = 16
@@ -25,8 +26,8 @@ ARENA_BLOCKS = 8
 FIRST_FAILED = 2
 DELAYED = FIRST_FAILED + MAX_FRUITLESS_ATTEMPTS + 2
 """The third push of the first request after the failed ones."""
-BROKEN = DELAYED + 2 + NUM_CHUNKS + 1
-"""The second push of the request after the next."""
+BROKEN = DELAYED + 1 + NUM_CHUNKS + 3
+"""The third push of the request after the next."""
 DELAY_S, RETURN_S, SOON_S = 4.0, 60.0, 15.0
 pytestmark = pytest.mark.timeout(240)
 
@@ -41,8 +42,8 @@ def cluster(folder: Path) -> Iterator[Cluster]:
     faults: list[dict[str, object]] = [
         {"do": "fail_push", "at": FIRST_FAILED, "times": MAX_FRUITLESS_ATTEMPTS},
         {"do": "delay_push", "at": DELAYED, "seconds": DELAY_S},
+        {"do": "delay_push", "at": BROKEN - 2, "times": 2, "seconds": DELAY_S},
         {"do": "fail_handle", "at": BROKEN},
-        {"do": "delay_push", "at": BROKEN + 1, "times": 2, "seconds": DELAY_S},
     ]
     groups: dict[str, dict[str, object]] = {
         "prefill": {"num_blocks": 64, "chunk_tokens": BLOCK},
@@ -85,13 +86,18 @@ def test_blocks_of_a_client_that_left_wait_for_the_push_that_still_comes(
 def test_a_failed_push_holds_every_block_of_its_siblings(
     cluster: Cluster, folder: Path, ouro_engine: LocalEngine
 ) -> None:
-    """Push 2 of 4 fails while 3 and 4 are on their way. The request goes on elsewhere in the arena; the prompt's blocks
-    are kept until the last one has ended, and, as nobody knows what the failed one may still do, until the other
-    process is gone."""
+    """Push 3 of 4 fails while 1 and 2 are on their way. The prompt's blocks are kept until these have ended, and, as
+    nobody knows what the failed one may still do, until the other process is gone. The request runs again before."""
     prompt = prompt_of(4, PROMPT_TOKENS)
     stream = Stream(cluster, prompt, ANSWER)
-    wait_until(lambda: cluster.workers()["prefill-0"].handoffs.get("closing"), "the handoff is given up")
-    assert cluster.workers()["prefill-0"].blocks.held >= NUM_CHUNKS
+
+    def closing() -> WorkerInfo | None:
+        worker = cluster.workers()["prefill-0"]
+        return worker if worker.handoffs.get("closing") else None
+
+    given_up = wait_until(closing, "the handoff is given up")
+    assert given_up is not None
+    assert given_up.blocks.held == NUM_CHUNKS and not given_up.blocks.quarantined
     check_committed(folder, "prefill-0", f"fail_handle of push {BROKEN}")
     tokens: tuple[int, ...] = ()
     while len(tokens) < ANSWER:

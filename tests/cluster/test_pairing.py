@@ -14,8 +14,8 @@ import yaml
 
 from loopline.client import Completion
 from loopline.engine.local import LocalEngine
-from tests.cluster.test_repeats import alone
 from tests.cluster.test_tokens import BLOCK, CHUNK, prompt_of
+from tests.support.asking import alone
 from tests.support.checkpoints import with_other_weights
 from tests.support.cluster import DEADLINE_S, LOOPLINE, READY_S, Cluster, wait_until
 from tests.support.golden import MODELS

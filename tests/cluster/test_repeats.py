@@ -4,29 +4,30 @@ answers and no more: what is offered beyond that waits, whoever leaves frees wha
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 import pytest
 
-from loopline.client import Accepted, Chunk, Client, Event
 from loopline.engine.local import LocalEngine
 from loopline.faults import MESSAGES
-from loopline.request import Request, SamplingParams
 from tests.cluster.test_faults import check_committed, faulty
+from tests.support.asking import Stream, alone, ask, prompt_of
 from tests.support.cluster import Cluster, wait_until
-from tests.support.golden import MODELS
 
-TEXT = (MODELS / "train_tiny.py").read_bytes()
 BLOCK, WORST_CASE_BLOCKS = 16, 3
 NUM_TOKENS = BLOCK * WORST_CASE_BLOCKS
 LONG_ANSWER = 24
-RETURN_S = 60.0
 ALWAYS = 1_000_000
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("repeats")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("repeats")
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[Cluster]:
     faults: list[dict[str, object]] = [
         {"worker": f"{role}-0", "do": "repeat_message", "message": message, "times": ALWAYS}
         for role, messages in MESSAGES.items()
@@ -42,57 +43,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         "decode": {"num_blocks": 2 * WORST_CASE_BLOCKS, "max_running": 8},
     }
     with faulty(folder, *faults, **groups) as running:
-        running.folder = folder  # type: ignore[attr-defined]
         yield running
 
 
-def prompt_of(number: int, length: int) -> tuple[int, ...]:
-    return tuple(TEXT[61 * number : 61 * number + length])
-
-
-def alone(engine: LocalEngine, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-    """What one engine without a cluster answers."""
-    params = SamplingParams(loops=engine.spec.default_loops, stop_ids=(), max_tokens=max_tokens)
-    rows = engine.generate(Request(request_id="alone", prompt_ids=prompt, params=params))
-    return tuple(row.token_id for row in rows if row.token_id is not None)
-
-
-def ask(cluster: Cluster, prompt: tuple[int, ...], max_tokens: int, label: str = "") -> tuple[int, ...]:
-    with Client(cluster.address) as client:
-        answer = client.complete(prompt, label=label, deadline_s=RETURN_S, max_tokens=max_tokens, ignore_eos=True)
-    return answer.token_ids
-
-
-class Stream:
-    """One request whose events the test takes when it likes."""
-
-    def __init__(self, cluster: Cluster, prompt: tuple[int, ...], max_tokens: int, label: str = "") -> None:
-        self._client = Client(cluster.address)
-        self._events = self._client.generate(prompt, label=label, max_tokens=max_tokens, ignore_eos=True)
-
-    def next(self) -> Event:
-        return next(self._events)
-
-    def wait_token(self) -> tuple[int, ...]:
-        for event in self._events:
-            if isinstance(event, Chunk) and event.tokens:
-                return tuple(token.id for token in event.tokens)
-        raise AssertionError("the answer has ended without a token")
-
-    def leave(self) -> None:
-        self._events.close()  # type: ignore[attr-defined]
-        self._client.close()
-
-
-def test_a_prefill_worker_whose_cancel_is_lost_is_told_by_the_decode_worker(cluster: Cluster) -> None:
+def test_a_prefill_worker_whose_cancel_is_lost_is_told_by_the_decode_worker(cluster: Cluster, folder: Path) -> None:
     """The client leaves while its prompt is computed, and only the decode worker hears of it: what the prefill worker
     commits after that is not taken, and it lets go of the prompt."""
     stream = Stream(cluster, prompt_of(1, NUM_TOKENS - 2), 2)
-    assert isinstance(stream.next(), Accepted)
     wait_until(lambda: cluster.workers()["prefill-0"].running or cluster.client.status().running, "it is given out")
     stream.leave()
     cluster.wait_idle()
-    check_committed(cluster.folder, "prefill-0", "drop_message of Cancel 1")  # type: ignore[attr-defined]
+    check_committed(folder, "prefill-0", "drop_message of Cancel 1")
 
 
 def test_what_is_said_twice_counts_once(cluster: Cluster, ouro_engine: LocalEngine) -> None:
@@ -130,8 +91,7 @@ def test_who_leaves_before_it_was_given_any_room_holds_none(cluster: Cluster, ou
     running = Stream(cluster, prompt_of(20, 20), 2 * NUM_TOKENS - 20)  # takes the whole arena
     running.wait_token()
     waiting = Stream(cluster, prompt_of(22, 20), 4)
-    assert isinstance(waiting.next(), Accepted)
-    assert cluster.client.status().queued == 1
+    wait_until(lambda: cluster.client.status().queued == 1, "one waits")
     waiting.leave()
     wait_until(lambda: cluster.client.status().queued == 0, "nobody waits any more")
     running.leave()
@@ -148,7 +108,6 @@ def test_a_clients_own_id_names_nothing(cluster: Cluster, ouro_engine: LocalEngi
     assert answers == [alone(ouro_engine, *case) for case in cases]
     for n in range(3):
         stream = Stream(cluster, prompt_of(40 + n, NUM_TOKENS - 20), 20, label="same")
-        assert isinstance(stream.next(), Accepted)
         stream.leave()
         assert ask(cluster, *cases[1], label="same") == answers[1]
     cluster.wait_idle()
