@@ -1,8 +1,8 @@
 """Every request's life from the queue to its end: worker messages, losses and cancels in, effects out.
 
 Pure: no I/O, an injected clock. The dispatcher calls it and carries the effects out in order. Messages of workers
-that do not fit the current generation, attempt or position are counted in `ignored` and change nothing; an illegal
-call of our own raises.
+that do not fit the current generation, attempt or position are counted in `ignored` and change nothing, but for a gap
+in the tokens, which ends the attempt; an illegal call of our own raises.
 """
 
 from collections import Counter
@@ -260,8 +260,11 @@ class Tracker:
     def _take_row(self, life: Life, worker: WorkerId, row: TokenRow) -> list[Effect]:
         if row.request_id != life.request.request_id or row.attempt != life.request.attempt:
             return self._ignore(Cause.STALE)
-        if row.position != life.next_position:
-            return self._ignore(Cause.DUPLICATE if row.position < life.next_position else Cause.INCOMPLETE)
+        if row.position < life.next_position:
+            return self._ignore(Cause.DUPLICATE)
+        if row.position > life.next_position:  # one between was lost, and no worker says it again
+            self._ignore(Cause.INCOMPLETE)
+            return self._restart(life, None, Cause.INCOMPLETE, f"token {life.next_position} was lost on its way")
         if row.token_id is None and row.finish is None:
             return self._ignore(Cause.INVALID)
         if row.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):

@@ -253,16 +253,26 @@ def test_messages_that_do_not_fit_are_counted_and_change_nothing() -> None:
     tracker.on_prefilled(D.worker, prefilled(row("r1", 5, 50)))
     tracker.on_prefilled(P.worker, prefilled(row("r1", 5, 50, attempt=3)))
     tracker.on_step_tokens(P.worker, step(row("r1", 5, 50)))
-    tracker.on_step_tokens(D.worker, step(row("nobody", 5, 50), row("r1", 9, 50), row("r1", 5, None)))
+    tracker.on_step_tokens(D.worker, step(row("nobody", 5, 50), row("r1", 5, None)))
     tracker.on_request_failed(D2.worker, failed("r1", Cause.INTERNAL))
     assert tracker.state("r1") is State.PREFILLING
     assert tracker.ignored == {
         Cause.UNKNOWN: 2,
         Cause.DUPLICATE: 2,
         Cause.STALE: 6,
-        Cause.INCOMPLETE: 1,
         Cause.INVALID: 1,
     }
+
+
+def test_a_gap_in_the_tokens_restarts_with_those_before_it() -> None:
+    """Nobody would ever say the one that is missing: its worker may have ended the request already."""
+    bench = Bench().to_decoding()
+    tracker = bench.tracker
+    effects = tracker.on_step_tokens(D.worker, step(row("r1", 7, 52), row("r1", 6, 51), row("r1", 8, 53)))
+    assert cancels(effects) == [("uuid-decode-0", 1)] and effects[-1] == Requeue("r1")
+    again = tracker.request("r1")
+    assert (again.attempt, again.generated_ids) == (2, (50,))
+    assert tracker.ignored == {Cause.INCOMPLETE: 1, Cause.STALE: 2}
 
 
 def test_a_grant_for_another_writer_is_ignored() -> None:
