@@ -49,11 +49,14 @@ MESSAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Types of messages between a worker of each role and its coordinator, both ways. Greetings and heartbeats are left
 out: who wants to silence a worker freezes it."""
 
+ANY_WORKER = "*"
+"""In place of a worker's name, where a prompt token is given: each worker that there is or will be."""
+
 _CROSS = "cross_check"
 """The type of error whose text `loopline.config` shows as it is."""
 _WHOLE = "a whole number, at least 1"
 _SHAPES = {
-    "worker": "the name of a launched worker",
+    "worker": f"the name of a launched worker, or {ANY_WORKER!r}",
     "do": ", ".join((*TRANSPORT_KINDS, *MESSAGE_KINDS, *PROCESS_KINDS)),
     "at": f"{_WHOLE}, or a handoff's state",
     "nth": _WHOLE,
@@ -62,18 +65,19 @@ _SHAPES = {
     "rate": "a number, above 0, at most 1",
     "seed": "a whole number, at least 0",
     "message": "the name of a message's type",
+    "prompt_token": "a token id: a whole number, at least 0",
 }
 _Fault = tuple[str, object, str]
 
 
 class FaultConfig(BaseModel):
-    """One fault: `worker` does `do` when it gets to `at`, or again and again at `rate`. Frozen, no unknown keys, no
-    silent conversion."""
+    """One fault: `worker` does `do` when it gets to `at`, or again and again at `rate` or with
+    `prompt_token`. Frozen, no unknown keys, no silent conversion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
     worker: str
-    """The worker that commits it."""
+    """The worker that commits it; `*` for each one, where a prompt token is given."""
     do: str
     """Its kind."""
     at: Annotated[int, Field(ge=1)] | str = 1
@@ -90,6 +94,9 @@ class FaultConfig(BaseModel):
     """In place of `at` and `times`: the probability with which each push, notice or message of the type is met."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Where a rate is given: the same seed draws the same pushes, notices or messages."""
+    prompt_token: Annotated[int, Field(ge=0)] | None = None
+    """In place of `at` and `times`: the token id that a request's prompt must hold. It is met with the first step that
+    computes something of such a request, whichever it is."""
 
     def settings(self) -> FaultSettings:
         """What the worker's parts need of it."""
@@ -103,6 +110,7 @@ class FaultConfig(BaseModel):
             message=self.message or "",
             rate=self.rate or 0.0,
             seed=self.seed,
+            prompt_token=self.prompt_token,
         )
 
 
@@ -121,16 +129,19 @@ def check_workers(faults: list[FaultConfig], replicas: Mapping[str, int]) -> Non
     """Whether every fault can happen in a cluster of so many workers by role. Raises as `read_faults` does."""
     roles = {f"{role}-{index}": role for role, count in replicas.items() for index in range(count)}
     for index, fault in enumerate(faults):
-        if fault.worker not in roles:
-            raise _error(f"faults.{index}.worker", fault.worker, ", ".join(roles))
-        wrong = _wrong(fault, roles[fault.worker])
+        is_for_all = fault.worker == ANY_WORKER and fault.prompt_token is not None
+        if fault.worker not in roles and not is_for_all:
+            allowed = (*roles, ANY_WORKER) if fault.prompt_token is not None else roles
+            raise _error(f"faults.{index}.worker", fault.worker, ", ".join(allowed))
+        meant = replicas if is_for_all else (roles[fault.worker],)
+        wrong = next((found for role in meant if (found := _wrong(fault, role)) is not None), None)
         if wrong is not None:
             raise _error(f"faults.{index}.{wrong[0]}", wrong[1], wrong[2])
 
 
 def faults_of(faults: list[FaultConfig], worker: str) -> tuple[FaultSettings, ...]:
     """What one worker does wrong."""
-    return tuple(fault.settings() for fault in faults if fault.worker == worker)
+    return tuple(fault.settings() for fault in faults if fault.worker in (worker, ANY_WORKER))
 
 
 def _read(place: str, entry: object) -> FaultConfig:
@@ -154,6 +165,9 @@ def _wrong(fault: FaultConfig, role: str) -> _Fault | None:
     """(key, value, what is allowed) of the first key that does not fit the others or the worker's role."""
     if fault.do not in KINDS[role]:
         return "do", fault.do, f"{', '.join(KINDS[role])} (of a {role} worker)"
+    wrong_token = _wrong_prompt_token(fault)
+    if wrong_token is not None:
+        return wrong_token
     if isinstance(fault.at, str):
         if fault.do not in PROCESS_KINDS:
             return "at", fault.at, f"{_WHOLE} (for {fault.do})"
@@ -173,6 +187,18 @@ def _wrong(fault: FaultConfig, role: str) -> _Fault | None:
         return "message", fault.message, f"{', '.join(MESSAGES[role])} (of a {role} worker)"
     if fault.do not in MESSAGE_KINDS and fault.message is not None:
         return "message", fault.message, f"null (for {fault.do})"
+    return None
+
+
+def _wrong_prompt_token(fault: FaultConfig) -> _Fault | None:
+    """The same of a prompt token, and of the keys that it takes the place of."""
+    if fault.prompt_token is None:
+        return None
+    if fault.do not in PROCESS_KINDS:
+        return "prompt_token", fault.prompt_token, f"null (for {fault.do})"
+    for key in ("at", "nth", "times", "rate"):
+        if key in fault.model_fields_set:
+            return key, getattr(fault, key), "no such key where a prompt token is given"
     return None
 
 

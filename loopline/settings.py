@@ -112,6 +112,13 @@ class FaultSettings:
     """Above 0: each event is met with this probability, and `at` and `times` mean nothing."""
     seed: int = 0
     """Of the draws where a rate is given."""
+    prompt_token: int | None = None
+    """Where set, whoever computes a request with this id in its prompt is met, and `at` and `times` mean nothing."""
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether it is no matter of one moment, and goes on after a restart of its worker."""
+        return self.rate > 0 or self.prompt_token is not None
 
     def is_due(self, number: int) -> bool:
         """Whether event `number` is met by it: the same answer whenever and in whatever order it is asked."""

@@ -17,7 +17,8 @@ from kvtransfer.faulty_agent import FaultyAgent
 from loopline.clock import Clock
 from loopline.faults import MESSAGE_KINDS, PROCESS_KINDS, PUSHING, TRANSPORT_KINDS
 from loopline.identity import HandoffKey
-from loopline.messages import CoordinatorMessage, WorkerMessage
+from loopline.messages import CoordinatorMessage, Reserve, StartPrefill, WorkerMessage
+from loopline.request import Request
 from loopline.sched.plan import StepOutcome
 from loopline.settings import FaultSettings
 from loopline.worker.engine_thread import Pairs, WorkerCore
@@ -51,7 +52,10 @@ class WorkerFaults:
         logger.warning("%s commits faults on purpose: %s", worker, "; ".join(_words(fault) for fault in faults))
         self._transport = tuple(fault for fault in faults if fault.do in TRANSPORT_KINDS)
         self._messages = tuple(fault for fault in faults if fault.do in MESSAGE_KINDS)
-        self._process = tuple(fault for fault in faults if fault.do in PROCESS_KINDS)
+        of_process = [fault for fault in faults if fault.do in PROCESS_KINDS]
+        self._process = tuple(fault for fault in of_process if fault.prompt_token is None)
+        self._prompts = tuple(fault for fault in of_process if fault.prompt_token is not None)
+        self._met: dict[str, list[FaultSettings]] = {}  # by request id, of those whose prompt has such a token
         self._clock = clock
         self._signal_process = signal_process
         self._entries: Counter[str] = Counter()  # of each state; a state is entered in one thread only
@@ -68,21 +72,35 @@ class WorkerFaults:
 
     def core(self, core: WorkerCore) -> WorkerCore:
         """The role's logic as the engine thread gets it."""
-        return _FaultyCore(core, self._stepped) if any(not fault.state for fault in self._process) else core
+        is_met = bool(self._prompts) or any(not fault.state for fault in self._process)
+        return _FaultyCore(core, self._given, self._stepped) if is_met else core
 
     def entered(self, state: str) -> None:
         """A handoff has entered `state` at this moment."""
         self._entries[state] += 1
         self._commit([fault for fault in self._process if fault.state == state], self._entries[state])
 
-    def _stepped(self, step: int) -> None:
-        self._commit([fault for fault in self._process if not fault.state], step)
+    def _given(self, request: Request) -> None:
+        met = [fault for fault in self._prompts if fault.prompt_token in request.prompt_ids]
+        if met:
+            self._met[request.request_id] = met
+
+    def _stepped(self, outcome: StepOutcome) -> None:
+        self._commit([fault for fault in self._process if not fault.state], outcome.step)
+        if self._met:
+            computed = [chunk.request_id for chunk in outcome.chunks] + [row.request_id for row in outcome.rows]
+            for request_id in sorted(self._met.keys() & computed):
+                for fault in self._met.pop(request_id):
+                    self._do(fault)
 
     def _commit(self, faults: Sequence[FaultSettings], number: int) -> None:
         for fault in faults:
             if fault.is_due(number):
-                logger.warning("fault: %s", _words(fault))
-                self._signal_process(_SIGNALS[fault.do])
+                self._do(fault)
+
+    def _do(self, fault: FaultSettings) -> None:
+        logger.warning("fault: %s", _words(fault))
+        self._signal_process(_SIGNALS[fault.do])
 
 
 class FaultyMessages(Generic[M]):
@@ -117,14 +135,22 @@ class FaultyMessages(Generic[M]):
 class _FaultyCore:
     """A `WorkerCore` that hears of a step only after its faults were committed."""
 
-    def __init__(self, core: WorkerCore, stepped: Callable[[int], None]) -> None:
+    def __init__(
+        self, core: WorkerCore, given: Callable[[Request], None], stepped: Callable[[StepOutcome], None]
+    ) -> None:
+        """`given` hears of each request that the worker is given, `stepped` of each step, before the core does."""
         self._core = core
+        self._given = given
         self._stepped = stepped
-        self.handle = core.handle
         self.tick = core.tick
 
+    def handle(self, event: object) -> None:
+        if isinstance(event, Reserve | StartPrefill):
+            self._given(event.request)
+        self._core.handle(event)
+
     def stepped(self, outcome: StepOutcome) -> None:
-        self._stepped(outcome.step)
+        self._stepped(outcome)
         self._core.stepped(outcome)
 
     @property
@@ -147,6 +173,8 @@ def _words(fault: FaultSettings) -> str:
     lasts = f" for {fault.seconds:g} s" if fault.seconds else ""
     if fault.rate:
         return f"{what} at a rate of {fault.rate:g}{lasts}"
+    if fault.prompt_token is not None:
+        return f"{what} with prompt token {fault.prompt_token}"
     last = f" to {fault.at + fault.times - 1}" if fault.times > 1 else ""
     where = f"{fault.state} {fault.at}" if fault.state else str(fault.at)
     return f"{what} at {where}{last}{lasts}"

@@ -46,7 +46,7 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free one")
     parser.add_argument("--life-fd", type=int, default=None, help="pipe whose end means that the parent is gone")
     parser.add_argument(
-        "--without-faults", action="store_true", help="commit no fault of one moment that the YAML names; rates hold"
+        "--without-faults", action="store_true", help="commit no fault of one moment that the YAML names; others hold"
     )
     parsed = parser.parse_args(arguments)
     name = parsed.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
@@ -54,5 +54,5 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     configure_logging(name, config.telemetry.log_format, config.telemetry.log_level)
     settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=parsed.host)
     if parsed.without_faults:
-        settings = replace(settings, faults=tuple(fault for fault in settings.faults if fault.rate))
+        settings = replace(settings, faults=tuple(fault for fault in settings.faults if fault.is_lasting))
     return WorkerArguments(settings, parsed.life_fd)

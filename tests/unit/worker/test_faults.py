@@ -17,8 +17,9 @@ from kvtransfer.local_agent import LocalAgent, LocalHub
 from loopline.config import load_config
 from loopline.errors import ConfigError
 from loopline.faults import KINDS, MESSAGES, PUSHING, STATES
-from loopline.identity import Cause, HandoffKey, WorkerId
-from loopline.messages import Cancel, CoordinatorMessage, PairFailed, PairReady, WorkerMessage
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.messages import Cancel, CoordinatorMessage, PairFailed, PairReady, Reserve, StartPrefill, WorkerMessage
+from loopline.request import Request, SamplingParams
 from loopline.settings import FaultSettings
 from loopline.worker.engine_thread import WorkerCore
 from loopline.worker.faults import WorkerFaults
@@ -26,6 +27,7 @@ from loopline.worker.main import parse_worker_arguments
 from tests.unit.worker.clocks import OwnClock
 
 KEY = HandoffKey("r", 1)
+TOKEN: dict[str, object] = {"worker": "*", "do": "kill", "prompt_token": 7}
 RATE: dict[str, object] = {"worker": "decode-0", "do": "drop_notice", "rate": 0.5}
 
 
@@ -63,6 +65,18 @@ def test_each_worker_gets_its_own_faults(tmp_path: Path) -> None:
     )
     assert parse(path, "decode", "--without-faults") == ()
     assert parse(path, "prefill", "--without-faults") == (FaultSettings(do="drop_push", rate=0.05, seed=3),)
+
+
+def test_a_prompt_token_holds_for_every_life_of_whom_it_names(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {"worker": "*", "do": "kill", "prompt_token": 0},
+        {"worker": "decode-0", "do": "freeze", "prompt_token": 9},
+    )
+    kill, freeze = FaultSettings(do="kill", prompt_token=0), FaultSettings(do="freeze", prompt_token=9)
+    assert parse(path, "prefill", "--without-faults") == parse(path, "prefill") == (kill,)
+    assert parse(path, "decode", "--without-faults") == parse(path, "decode") == (kill, freeze)
+    assert load_config(path).worker_settings("decode", "decode-7", "node:1").faults == (kill,)
 
 
 def test_there_are_none_by_default(tmp_path: Path) -> None:
@@ -111,6 +125,17 @@ def test_there_are_none_by_default(tmp_path: Path) -> None:
         (RATE | {"do": "kill"}, "faults.0.rate is 0.5; allowed: null (for kill)"),
         (RATE | {"rate": None, "seed": 1}, "faults.0.seed is 1; allowed: a key where a rate is given"),
         ("kill", "faults.0 is 'kill'; allowed: a mapping with the keys worker, "),
+        (TOKEN | {"prompt_token": -1}, "faults.0.prompt_token is -1; allowed: a token id: a whole number, at least 0"),
+        (TOKEN | {"prompt_token": "x"}, "faults.0.prompt_token is 'x'; allowed: a token id: a whole number"),
+        (TOKEN | {"worker": "decode-1"}, "faults.0.worker is 'decode-1'; allowed: prefill-0, decode-0, *"),
+        (TOKEN | {"prompt_token": None}, "faults.0.worker is '*'; allowed: prefill-0, decode-0"),
+        (TOKEN | {"do": "fail_push"}, "faults.0.prompt_token is 7; allowed: null (for fail_push)"),
+        (TOKEN | {"do": "drop_notice", "worker": "decode-0"}, "faults.0.prompt_token is 7; allowed: null (for drop_n"),
+        (TOKEN | {"at": 2}, "faults.0.at is 2; allowed: no such key where a prompt token is given"),
+        (TOKEN | {"nth": 2}, "faults.0.nth is 2; allowed: no such key where a prompt token is given"),
+        (TOKEN | {"times": 2}, "faults.0.times is 2; allowed: no such key where a prompt token is given"),
+        (TOKEN | {"rate": 0.5}, "faults.0.rate is 0.5; allowed: no such key where a prompt token is given"),
+        (TOKEN | {"seconds": 0.5}, "faults.0.seconds is 0.5; allowed: null (for kill)"),
     ],
 )
 def test_a_wrong_entry_is_refused_with_its_value_and_what_is_allowed(
@@ -159,6 +184,19 @@ def test_a_rate_meets_that_part_of_all_events(rate: float) -> None:
 # ---- what is done with it --------------------------------------------------------------------------------------------
 
 
+def request_of(request_id: str, *prompt_ids: int) -> Request:
+    return Request(request_id=request_id, prompt_ids=prompt_ids, params=SamplingParams(loops=4), generated_ids=(7,))
+
+
+def start_of(request_id: str, *prompt_ids: int) -> StartPrefill:
+    target = Peer(WorkerId("d", 1), "decode-0", "node:1")
+    return StartPrefill(HandoffKey(request_id, 1), request_of(request_id, *prompt_ids), target, 0, (), 1.0)
+
+
+def reserve_of(request_id: str, *prompt_ids: int) -> Reserve:
+    return Reserve(HandoffKey(request_id, 1), request_of(request_id, *prompt_ids), 1.0)
+
+
 class Signals:
     """Takes what a process would send to itself."""
 
@@ -188,10 +226,11 @@ def test_a_worker_names_its_faults_at_the_start(caplog: pytest.LogCaptureFixture
             FaultSettings(do="drop_message", message="Granted"),
             FaultSettings(do="kill", at=3, state="bound"),
             FaultSettings(do="delay_push", rate=0.05, seconds=0.5),
+            FaultSettings(do="kill", prompt_token=7),
         )
     (record,) = caplog.records
     expected = "delay_push at 2 to 3 for 1.5 s; drop_message Granted at 1; kill at bound 3; "
-    expected += "delay_push at a rate of 0.05 for 0.5 s"
+    expected += "delay_push at a rate of 0.05 for 0.5 s; kill with prompt token 7"
     assert record.getMessage() == f"decode-0 commits faults on purpose: {expected}"
 
 
@@ -223,6 +262,31 @@ def test_a_signal_comes_with_the_step_that_is_meant_before_anybody_hears_of_it()
     core.handle("event")
     assert order[-1] == "event"
     assert (core.is_draining, core.handoffs(), core.ignored()) == (True, (("bound", 1),), (("stale", 2),))
+
+
+@pytest.mark.parametrize("part", ["chunks", "rows"])
+@pytest.mark.parametrize("give", [start_of, reserve_of], ids=["prefill", "decode"])
+def test_a_signal_comes_with_the_first_step_of_a_request_whose_prompt_has_the_token(give: Any, part: str) -> None:
+    """The core has the request by then, and does not hear of the step first."""
+    signals = Signals()
+    order: list[object] = []
+    signals.sent = cast(Any, order)
+    inner = SimpleNamespace(handle=order.append, tick=order.clear)
+    inner.stepped = lambda outcome: order.append(outcome.step)
+    core = signals.faults(FaultSettings(do="kill", prompt_token=7)).core(cast(WorkerCore, inner))
+
+    def step(number: int, *request_ids: str) -> None:
+        parts = tuple(SimpleNamespace(request_id=request_id) for request_id in request_ids)
+        core.stepped(cast(Any, SimpleNamespace(**{"step": number, "chunks": (), "rows": (), part: parts})))
+
+    events = [give("other", 6, 8), give("met", 6, 7), give("waits", 7)]
+    for event in events:
+        core.handle(event)
+    step(1, "other")
+    step(2)
+    step(3, "other", "met")
+    step(4, "met", "other")
+    assert order == [*events, 1, 2, signal.SIGKILL, 3, 4]
 
 
 def test_the_moment_of_pushing_needs_the_transport() -> None:
