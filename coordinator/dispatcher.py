@@ -18,7 +18,7 @@ from coordinator.queue import RequestQueue
 from coordinator.registry import Refused, Registry
 from coordinator.reply_watch import ReplyWatch
 from coordinator.router import choose_decode, choose_prefill
-from coordinator.snapshot import ClusterSnapshot
+from coordinator.snapshot import Backlog, ClusterSnapshot
 from coordinator.streams import ClientStream, WorkerStream
 from coordinator.tracker import Tracker
 from loopline.clock import Clock
@@ -108,6 +108,11 @@ class Dispatcher:
 
     def snapshot(self) -> ClusterSnapshot:
         return self._registry.snapshot(self._clock.now_s(), self._tracker.assigned())
+
+    def backlog(self) -> Backlog:
+        first = next(iter(self._queue), None)
+        request = None if first is None else self._tracker.request(first)
+        return Backlog(request, len(self._queue), len(self._tracker.awaiting_prefill()))
 
     def _membership(self) -> ClusterSnapshot:
         """A snapshot without requests: what it costs does not grow with them."""

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from coordinator.effects import Ending
 from loopline.errors import AddressInUse
-from loopline.identity import Cause
+from loopline.identity import Cause, Role
 from loopline.wire.channel import join_address
 
 _LOG = logging.getLogger(__name__)
@@ -41,6 +41,8 @@ class CoordinatorMetrics:
         self._failed_attempts = self._counter("loopline_failed_attempts", what, "cause", Cause)
         what = "Workers that were lost, by what showed it."
         self._lost_workers = self._counter("loopline_lost_workers", what, "reason", LossReason)
+        what = "Workers that were moved from one role to the other, by the role that got one."
+        self._rebalances = self._counter("loopline_rebalances", what, "to", Role)
         self._registry.register(_Ignored(ignored))
 
     def ended(self, ending: Ending) -> None:
@@ -51,6 +53,9 @@ class CoordinatorMetrics:
 
     def worker_lost(self, reason: LossReason) -> None:
         self._lost_workers.labels(reason).inc()
+
+    def rebalanced(self, to: Role) -> None:
+        self._rebalances.labels(to).inc()
 
     def value(self, name: str, label: str) -> float:
         """One series of a counter: `name` as a scrape shows it, `label` the value of its one label."""

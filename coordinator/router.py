@@ -19,7 +19,7 @@ def choose_decode(request: Request, snapshot: ClusterSnapshot, group: Fingerprin
         for view in snapshot.with_role(Role.DECODE)
         if view.takes_work
         and (group is None or view.group == group)
-        and _has_decode_room(view, request)
+        and has_decode_room(view, request)
         and _has_prefill_slot(view, snapshot)
     ]
     return min(candidates, key=_preference, default=None)
@@ -39,11 +39,16 @@ def _preference(view: WorkerView) -> tuple[int, int, str]:
     return (view.token_loops, len(view.assigned), view.peer.name)
 
 
-def _has_decode_room(view: WorkerView, request: Request) -> bool:
+def has_decode_room(view: WorkerView, request: Request) -> bool:
+    """Whether a decode worker has a slot and blocks for one more request, beside all that it was given."""
     if len(view.assigned) >= view.capacity.max_running:
         return False
-    worst_case = sum(_num_blocks(row.max_kv_tokens, view) for row in view.assigned)
-    return worst_case + _num_blocks(request.max_kv_tokens, view) <= view.usable_blocks
+    return worst_case_blocks(view) + _num_blocks(request.max_kv_tokens, view) <= view.usable_blocks
+
+
+def worst_case_blocks(view: WorkerView) -> int:
+    """Blocks that the requests given to a decode worker may come to need."""
+    return sum(_num_blocks(row.max_kv_tokens, view) for row in view.assigned)
 
 
 def _has_prefill_blocks(view: WorkerView, request: Request) -> bool:

@@ -17,6 +17,7 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.fleet import Fleet
 from coordinator.intake import Intake
 from coordinator.operations import OperationsServicer
+from coordinator.rebalance_watch import RebalanceWatch
 from coordinator.service import ClusterServicer, LooplineServicer, ModelCard
 from loopline.clock import Clock, MonotonicClock
 from loopline.config import ClusterConfig, load_config
@@ -93,11 +94,10 @@ def build_intake(config: ClusterConfig, spec: ModelSpec, codec: TextCodec | None
 
 
 def build_server(
-    dispatcher: Dispatcher, intake: Intake, card: ModelCard, max_message_bytes: int, drain_limit_s: float
+    dispatcher: Dispatcher, fleet: Fleet, intake: Intake, card: ModelCard, max_message_bytes: int, drain_limit_s: float
 ) -> grpc.aio.Server:
     """A server with all services; not bound, not started. `drain_limit_s`: of a worker's drain that names no limit."""
     server = grpc.aio.server(options=server_options(max_message_bytes))
-    fleet = Fleet()
     add_public: Any = loopline_pb2_grpc.add_LooplineServicer_to_server  # generated code is untyped
     add_cluster: Any = cluster_pb2_grpc.add_ClusterServicer_to_server
     add_operations: Any = operations_pb2_grpc.add_OperationsServicer_to_server
@@ -113,11 +113,12 @@ async def serve(options: ServerOptions) -> None:
     configure_logging("coordinator", config.telemetry.log_format, config.telemetry.log_level)
     spec = load_model_spec(config.model.path)
     earlier_epoch = 0 if options.listen_file is None else _read_epoch(options.listen_file)
-    dispatcher = build_dispatcher(config, spec, MonotonicClock(), earlier_epoch=earlier_epoch)
+    clock, fleet = MonotonicClock(), Fleet()
+    dispatcher = build_dispatcher(config, spec, clock, earlier_epoch=earlier_epoch)
     card = ModelCard(Path(config.model.path).name, _dtype(config, spec))
     intake = build_intake(config, spec, load_text(config.model.path))
     drain_limit_s = config.membership.drain_limit_s
-    server = build_server(dispatcher, intake, card, config.limits.max_message_bytes, drain_limit_s)
+    server = build_server(dispatcher, fleet, intake, card, config.limits.max_message_bytes, drain_limit_s)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
@@ -126,6 +127,9 @@ async def serve(options: ServerOptions) -> None:
     address = join_address(_EVERY_HOST.get(host, host), bind(server, host, port))
     if config.telemetry.metrics_port is not None:
         dispatcher.metrics.serve(host, config.telemetry.metrics_port)
+    rebalance = RebalanceWatch(dispatcher, fleet, clock, config.launcher.rebalance_patience_s)
+    if config.launcher.rebalance == "auto":
+        rebalance.start()
     stop = _watch_for_stop(options.life_fd)
     await server.start()
     if options.listen_file is not None:
@@ -138,7 +142,9 @@ async def serve(options: ServerOptions) -> None:
             tasks.create_task(_publish_health(dispatcher, health_servicer)),
         ]
         limit_s = drain_limit_s if options.drain_limit_s is None else options.drain_limit_s
-        await dispatcher.drain(limit_s if await stop else 0.0)
+        in_order = await stop
+        rebalance.stop()
+        await dispatcher.drain(limit_s if in_order else 0.0)
         dispatcher.close_workers()
         await server.stop(_CLOSE_S)
         for helper in helpers:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from coordinator.effects import Assigned
 from loopline.identity import Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad, WorkerState
+from loopline.request import Request
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,15 @@ class WorkerView:
     def token_loops(self) -> int:
         """Work that was given to it and is left."""
         return sum(row.token_loops for row in self.assigned)
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """What waits for room at one moment."""
+
+    first: Request | None  # in the queue
+    num_queued: int
+    num_reserved: int  # with blocks on a decode worker, and no prefill worker yet
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,10 @@ class LauncherConfig(Section):
     """This machine's address at which the workers that it starts listen and are reached by other workers."""
     restart: Literal["always", "never"] = "always"
     """Whether a process that ended by itself is started again."""
+    rebalance: Annotated[Literal["off", "auto"], BeforeValidator(_off)] = "off"
+    """auto: a worker is moved from one role to the other when that one has long been what requests wait for."""
+    rebalance_patience_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] = 30.0
+    """How long that is. The next move comes four times as long after it at the earliest."""
 
 
 class RoutingConfig(Section):

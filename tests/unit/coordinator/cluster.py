@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import grpc.aio
 
 from coordinator.dispatcher import Dispatcher
+from coordinator.fleet import Fleet
 from coordinator.server import build_dispatcher, build_intake, build_server
 from coordinator.service import ModelCard
 from loopline.clock import MonotonicClock
@@ -207,6 +208,7 @@ class ScriptedCluster:
     """A coordinator and its scripted workers."""
 
     dispatcher: Dispatcher
+    fleet: Fleet
     address: str
     stub: Any
     workers: dict[str, ScriptedWorker] = field(default_factory=dict)
@@ -249,14 +251,14 @@ async def scripted_cluster(
     spec = load_model_spec(model)
     dispatcher = build_dispatcher(config, spec, MonotonicClock())
     intake = build_intake(config, spec, codec or load_text(model))
-    card = ModelCard("tiny", "fp32")
-    server = build_server(dispatcher, intake, card, config.limits.max_message_bytes, DRAIN_LIMIT_S)
+    card, fleet = ModelCard("tiny", "fp32"), Fleet()
+    server = build_server(dispatcher, fleet, intake, card, config.limits.max_message_bytes, DRAIN_LIMIT_S)
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
     placing = asyncio.ensure_future(dispatcher.run())
     public: Any = loopline_pb2_grpc.LooplineStub
     channel = open_channel(address)
-    cluster = ScriptedCluster(dispatcher, address, public(channel))
+    cluster = ScriptedCluster(dispatcher, fleet, address, public(channel))
     try:
         yield cluster
     finally:
