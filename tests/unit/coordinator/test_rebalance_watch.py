@@ -39,7 +39,7 @@ def test_a_prefill_worker_with_nothing_to_do_becomes_a_decode_worker(caplog: pyt
     run(script)
     (line,) = (line for line in caplog.messages if line.startswith("rebalance"))
     assert re.match(
-        r"rebalance: decode was the bottleneck in \d+% of the last 0\.\d s; on average 1\.\d requests", line
+        r"rebalance: decode was the bottleneck in \d+% of the last 0\.\d s; on average [12]\.\d requests", line
     )
     assert line.endswith("; from 2 prefill and 1 decode workers to 1 and 2")
 
