@@ -20,8 +20,10 @@ demo: $(READY)
 	@test -n "$(CONFIG_$(MODEL))" || { echo "MODEL is $(MODEL); allowed: tiny-ouro, tiny-huginn" >&2; exit 2; }
 	$(BIN)/loopline demo $(CONFIG_$(MODEL))
 
+# Clusters are several processes each and come last, one at a time; all else shares the processors.
 test: check
-	$(BIN)/pytest -m "not gpu and not soak"
+	$(BIN)/pytest -m "not gpu and not soak" -n auto --maxprocesses 4 --dist loadfile --ignore tests/cluster
+	$(BIN)/pytest -m "not gpu and not soak" tests/cluster
 
 check: $(READY)
 	$(BIN)/ruff check .
