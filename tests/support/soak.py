@@ -45,8 +45,6 @@ _MESSAGES = {
     "decode": ("Reserved", "Granted", "StepTokens", "RequestFailed", "Reserve", "Bind", "Cancel"),
 }
 """Those of requests. What is said of workers (Pair, PeerGone) is said seldom: a swap would be its loss."""
-_STEP_TOKENS_PART = 0.1
-"""A swap of two steps' tokens costs every request in them its deadline, and a request has many steps: less of these."""
 
 _SPARED = 4
 """Events of each kind at the start of a process that no fault meets."""
@@ -62,9 +60,7 @@ def fault_entries(rate: float) -> list[dict[str, object]]:
         else:
             own = [{"do": kind, "rate": rate} for kind in _NOTICES]
         for message in _MESSAGES[role]:
-            swapped = rate * (_STEP_TOKENS_PART if message == "StepTokens" else 1)
-            own.append({"do": "repeat_message", "message": message, "rate": rate})
-            own.append({"do": "reorder_messages", "message": message, "rate": swapped})
+            own += [{"do": do, "message": message, "rate": rate} for do in ("repeat_message", "reorder_messages")]
         entries += [{"worker": worker, **entry, "seed": _seed(entry, number)} for entry in own]
     return entries
 
