@@ -43,6 +43,7 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
         decode: {num_blocks: 9, deterministic: false, num_threads: 2}
         transfer: {ucx: {UCX_TLS: tcp, UCX_A: "1"}, error_mode: none, verify: off}
         membership: {drain_limit_s: 4}
+        launcher: {rebalance: off}
     """
     config = load_config(_write(tmp_path, text))
     prefill = config.worker_settings("prefill", "p0", "127.0.0.1:5")
@@ -54,6 +55,7 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
     assert prefill.drain_limit_s == decode.drain_limit_s == 4
     assert decode.transfer.ucx == (("UCX_A", "1"), ("UCX_TLS", "tcp"))
     assert (decode.transfer.error_mode, decode.transfer.verify) == ("none", "off")
+    assert config.launcher.rebalance == "off"
     with pytest.raises(ConfigError, match="prefill, decode"):
         config.worker_settings("both", "x", "y")
 
@@ -75,6 +77,11 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
         ("model: {path: m}\nkv: {prefix_cache: 3}", "kv.prefix_cache is 3; allowed: auto or true or false"),
         ("model: {path: m}\ndecode: {steps_ahead: 2}", "decode.steps_ahead is 2; allowed: 0 or 1 or null"),
         ("model: {path: m}\ntransfer: {verify: on}", "transfer.verify is True; allowed: off or digest"),
+        ("model: {path: m}\nlauncher: {rebalance: on}", "launcher.rebalance is True; allowed: off or auto"),
+        (
+            "model: {path: m}\nlauncher: {rebalance_patience_s: 0.5}",
+            "launcher.rebalance_patience_s is 0.5; allowed: a number, at least 1",
+        ),
         ("model: {path: m}\nkv: 16", "kv is 16; allowed: a mapping with the keys block_size"),
         (
             "model: {path: m}\ndecode: {num_blocks: x}",
