@@ -325,7 +325,8 @@ class Dispatcher:
             decode = snapshot.find(worker) if worker is not None else None
             if decode is None:
                 continue
-            prefill = choose_prefill(self._tracker.request(request_id), snapshot, decode)
+            is_suspect = self._tracker.is_suspect(request_id)
+            prefill = choose_prefill(self._tracker.request(request_id), snapshot, decode, is_suspect=is_suspect)
             if prefill is not None:
                 self._carry_out(self._tracker.bind(request_id, prefill.peer))
                 snapshot = snapshot.with_request(self._tracker.assignment(request_id))
@@ -333,20 +334,21 @@ class Dispatcher:
 
     def _reserve_decode_workers(self, snapshot: ClusterSnapshot) -> None:
         """In the queue's order. A new request that finds no room holds back those behind it; a recovered one that
-        must stay in its pairing group does not."""
+        must stay in its pairing group, or away from another suspect, does not."""
         for request_id in self._queue:
             request = self._tracker.request(request_id)
             is_bound = self._tracker.has_delivered(request_id)
             group = self._groups.get(request_id) if is_bound else None
             if not is_bound and self._end_if_too_large(request, snapshot):
                 continue
-            decode = choose_decode(request, snapshot, group)
+            is_suspect = self._tracker.is_suspect(request_id)
+            decode = choose_decode(request, snapshot, group, is_suspect=is_suspect)
             if decode is not None:
                 self._queue.remove(request_id)
                 self._groups[request_id] = decode.group
                 self._carry_out(self._tracker.reserve(request_id, decode.peer))
                 snapshot = snapshot.with_request(self._tracker.assignment(request_id))
-            elif not is_bound:
+            elif not (is_bound or (is_suspect and snapshot.has_suspects)):
                 return
 
     def _end_if_too_large(self, request: Request, snapshot: ClusterSnapshot) -> bool:

@@ -86,3 +86,4 @@ class Assigned:
     token_loops: int  # work that is left for this worker
     awaits_prefill: bool  # reserved on a decode worker, and no prefill worker chosen yet
     decode: WorkerId | None = None  # on a prefill worker: whom it is prefilled for
+    is_suspect: bool = False  # a worker was lost with it, and none has got on with it since

@@ -80,7 +80,8 @@ class Life:
     prefill: Peer | None = None
     handoff_open: bool = False  # the decode worker has not shown that it has the whole handoff
     prefill_running: bool = False  # the prefill worker computes, or is about to
-    fruitless_attempts: int = 0  # in a row
+    fruitless_attempts: int = 0  # in a row: those in which no decode worker computed a token
+    is_suspect: bool = False  # the last of these ended with the loss of a worker
     delivered_in_attempt: int = 0
     cached_tokens: int = 0
     stats: HandoffStats | None = None

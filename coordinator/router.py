@@ -4,6 +4,9 @@ Room is what a worker said that it has (its arena, its running slots) less the t
 and less the blocks that its last heartbeat had in quarantine. None of it is a counter that a lost message could leak.
 The worker has the last word: it may answer "no room", and is then skipped until its next heartbeat. The fewest
 token-loops win; ties go to fewest assigned requests, then to the name.
+
+No worker has two suspects: of the requests that a worker was lost with, one may be the reason, and would take the
+others with it again and again until all of them have had their attempts.
 """
 
 from coordinator.snapshot import ClusterSnapshot, WorkerView
@@ -12,25 +15,32 @@ from loopline.request import Request
 from loopline.settings import peer_slots
 
 
-def choose_decode(request: Request, snapshot: ClusterSnapshot, group: Fingerprint | None = None) -> WorkerView | None:
+def choose_decode(
+    request: Request, snapshot: ClusterSnapshot, group: Fingerprint | None = None, *, is_suspect: bool = False
+) -> WorkerView | None:
     """The decode worker to ask for blocks, or None: no room now. `group`: only workers that compute the same."""
     candidates = [
         view
         for view in snapshot.with_role(Role.DECODE)
         if view.takes_work
         and (group is None or view.group == group)
+        and not (is_suspect and view.has_suspect)
         and has_decode_room(view, request)
         and _has_prefill_slot(view, snapshot)
     ]
     return min(candidates, key=_preference, default=None)
 
 
-def choose_prefill(request: Request, snapshot: ClusterSnapshot, decode: WorkerView) -> WorkerView | None:
+def choose_prefill(
+    request: Request, snapshot: ClusterSnapshot, decode: WorkerView, *, is_suspect: bool = False
+) -> WorkerView | None:
     """The prefill worker to bind for a request that holds a reservation on `decode`, or None: no room now."""
     candidates = [
         view
         for view in _paired_prefill(decode, snapshot)
-        if _slots_for(decode, view, snapshot) > 0 and _has_prefill_blocks(view, request)
+        if _slots_for(decode, view, snapshot) > 0
+        and _has_prefill_blocks(view, request)
+        and not (is_suspect and view.has_suspect)
     ]
     return min(candidates, key=_preference, default=None)
 

@@ -51,6 +51,11 @@ class WorkerView:
         return self.capacity.total_blocks - (self.load.blocks.quarantined if self.load is not None else 0)
 
     @property
+    def has_suspect(self) -> bool:
+        """Whether one of the requests that were given to it may be what ends workers."""
+        return any(row.is_suspect for row in self.assigned)
+
+    @property
     def token_loops(self) -> int:
         """Work that was given to it and is left."""
         return sum(row.token_loops for row in self.assigned)
@@ -81,6 +86,11 @@ class ClusterSnapshot:
     def with_request(self, rows: Mapping[WorkerId, Assigned]) -> "ClusterSnapshot":
         """The same moment after a request was given to workers: these are its rows now."""
         return replace(self, workers=tuple(_with_row(view, rows.get(view.worker)) for view in self.workers))
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a worker has been given a suspect."""
+        return any(view.has_suspect for view in self.workers)
 
     @property
     def has_ready_pair(self) -> bool:

@@ -29,6 +29,10 @@ from loopline.messages import (
 from loopline.request import FinishReason, Request
 
 MAX_FRUITLESS_ATTEMPTS = 3
+_FROM_PREFILL = 1
+"""Tokens of an attempt that need no decode worker: one that brought no more got nowhere, or else a request that ends
+every decode worker would end as many as it has tokens."""
+_GOT_NOWHERE = "brought no token of a decode worker"
 _FREE_REFUSALS = (Cause.NO_ROOM, Cause.DRAINING)  # a worker that said so has not tried
 _FINAL_CAUSES = {Cause.TOO_LARGE: Ending.TOO_LARGE, Cause.INVALID: Ending.INVALID, Cause.DEADLINE: Ending.DEADLINE}
 _WITH_TOKENS = (State.PREFILLING, State.DECODING)
@@ -71,6 +75,10 @@ class Tracker:
         """Whether a worker has generated tokens of it: from then on it must stay with workers that compute the same."""
         return self._lives[request_id].first_token_at_s is not None
 
+    def is_suspect(self, request_id: str) -> bool:
+        """Whether a worker was lost with it, and none has got on with it since: it may be the reason."""
+        return self._lives[request_id].is_suspect
+
     def awaiting_prefill(self) -> list[str]:
         """Requests that hold a reservation and need a prefill worker, oldest first."""
         return [request_id for request_id, life in self._lives.items() if life.state is State.RESERVED]
@@ -94,11 +102,12 @@ class Tracker:
         rows = {}
         if life.decode is not None:
             waits = life.state in (State.RESERVING, State.RESERVED)
-            rows[life.decode.worker] = Assigned(request_id, known, most, left * loops, waits)
-        if life.prefill is not None and life.prefill_running:
-            rows[life.prefill.worker] = Assigned(
-                request_id, known, most, known * loops, False, life.decode.worker if life.decode is not None else None
+            rows[life.decode.worker] = Assigned(
+                request_id, known, most, left * loops, waits, is_suspect=life.is_suspect
             )
+        if life.prefill is not None and life.prefill_running:
+            target = life.decode.worker if life.decode is not None else None
+            rows[life.prefill.worker] = Assigned(request_id, known, most, known * loops, False, target, life.is_suspect)
         return rows
 
     # ---- moves that the coordinator makes --------------------------------------------------------------------------
@@ -217,7 +226,7 @@ class Tracker:
         effects: list[Effect] = []
         for life in list(self._lives.values()):
             if worker in life.holders() or (life.is_prefill(worker) and life.prefill_running):
-                effects += self._restart(life, worker, cause, f"worker {name} was lost")
+                effects += self._restart(life, worker, cause, f"worker {name} was lost", is_loss=True)
         return effects
 
     # ---- what nobody says ------------------------------------------------------------------------------------------
@@ -276,7 +285,8 @@ class Tracker:
         if row.token_id is not None:
             life.generated.append(row.token_id)
             life.delivered_in_attempt += 1
-            life.fruitless_attempts = 0
+            if life.delivered_in_attempt > _FROM_PREFILL:
+                life.fruitless_attempts, life.is_suspect = 0, False
             effects.append(Deliver(life.request.request_id, row))
         if row.finish is not None:
             return effects + self._finish(life, row.finish, by=worker)
@@ -310,15 +320,19 @@ class Tracker:
         failed = AttemptFailed(life.request.request_id, cause, detail)
         return [failed, *self._close(life, final, self._cancels(life, cause, but=worker), detail or str(cause))]
 
-    def _restart(self, life: Life, worker: WorkerId | None, cause: Cause, detail: str) -> list[Effect]:
-        """Give the current generation up and queue the request again; `worker` needs no Cancel (None: all do)."""
+    def _restart(
+        self, life: Life, worker: WorkerId | None, cause: Cause, detail: str, is_loss: bool = False
+    ) -> list[Effect]:
+        """Give the current generation up and queue the request again; `worker` needs no Cancel (None: all do).
+        `is_loss`: it is lost."""
         cancels = self._cancels(life, cause, but=worker)
         is_free = cause in _FREE_REFUSALS
         failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail)]
-        if not is_free and life.delivered_in_attempt == 0:
+        if not is_free and life.delivered_in_attempt <= _FROM_PREFILL:
             life.fruitless_attempts += 1
+            life.is_suspect = life.is_suspect or is_loss
         if life.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:
-            text = f"given up after {life.fruitless_attempts} attempts without a new token, the last one: {detail}"
+            text = f"given up after {life.fruitless_attempts} attempts that {_GOT_NOWHERE}, the last one: {detail}"
             return [*failed, *self._close(life, Ending.GIVEN_UP, cancels, text)]
         was_started = life.state in _WITH_TOKENS
         life.move(Move.REQUEUE)

@@ -57,6 +57,24 @@ def test_least_work_then_fewest_requests_then_the_name() -> None:
     assert prefill_name(cluster(P0, P1, D0, table={P0.peer.worker: (assigned("a"),)})) == "prefill-1"
 
 
+def test_no_worker_has_two_suspects() -> None:
+    suspect = replace(assigned("a"), is_suspect=True)
+
+    def names(*holders: Register, is_suspect: bool) -> tuple[str | None, str | None]:
+        snapshot = cluster(P0, P1, D0, D1, table={holder.peer.worker: (suspect,) for holder in holders})
+        decode = choose_decode(request("new"), snapshot, is_suspect=is_suspect)
+        found = snapshot.find(D0.peer.worker)
+        assert found is not None and snapshot.has_suspects
+        prefill = choose_prefill(request("new"), snapshot, found, is_suspect=is_suspect)
+        return prefill and prefill.peer.name, decode and decode.peer.name
+
+    assert names(P1, D1, is_suspect=True) == ("prefill-0", "decode-0")
+    assert names(P0, D0, is_suspect=True) == ("prefill-1", "decode-1")
+    assert names(P0, P1, D0, D1, is_suspect=True) == (None, None)
+    assert names(P0, P1, D0, D1, is_suspect=False) == ("prefill-0", "decode-0")
+    assert not cluster(P0, D0, table={D0.peer.worker: (assigned("a"),)}).has_suspects
+
+
 def test_running_slots_are_room() -> None:
     small = replace(D0, capacity=replace(D0.capacity, max_running=1))
     assert decode_name(cluster(P0, small)) == "decode-0"

@@ -206,7 +206,7 @@ def test_a_lost_prefill_worker_cancels_the_reservation_and_restarts() -> None:
     assert cancels(effects) == [("uuid-decode-0", 1)] and effects[-1] == Requeue("r1")
 
 
-def test_attempts_without_a_new_token_are_bounded() -> None:
+def test_attempts_that_got_nowhere_are_bounded() -> None:
     bench = Bench()
     tracker = bench.tracker
     for generation in range(1, MAX_FRUITLESS_ATTEMPTS + 1):
@@ -229,17 +229,57 @@ def test_workers_that_drained_cost_no_attempt() -> None:
         assert tracker.request("r1").attempt == generation + 1  # it may have computed: what it said is of another try
 
 
-def test_a_new_token_starts_the_count_of_attempts_over() -> None:
-    bench = Bench(max_tokens=50)
-    tracker = bench.tracker
-    for generation in range(1, 10):
-        tracker.reserve("r1", D)
-        tracker.on_reserved(D.worker, reserved("r1", generation))
-        tracker.bind("r1", P)
-        tracker.on_granted(D.worker, granted("r1", P, generation))
-        token = row("r1", 4 + generation, 50, attempt=generation)
-        assert tracker.on_prefilled(P.worker, prefilled(token, generation)) == [Deliver("r1", token)]
+def attempt(tracker: Tracker, number: int, position: int, count: int) -> None:
+    """One attempt as far as its first `count` tokens."""
+    tracker.reserve("r1", D)
+    tracker.on_reserved(D.worker, reserved("r1", number))
+    tracker.bind("r1", P)
+    tracker.on_granted(D.worker, granted("r1", P, number))
+    for index in range(count):
+        token = row("r1", position + index, 50, attempt=number)
+        is_first = index == 0
+        effects = (
+            tracker.on_prefilled(P.worker, prefilled(token, number))
+            if is_first
+            else tracker.on_step_tokens(D.worker, step(token))
+        )
+        assert effects == [Deliver("r1", token)]
+
+
+def test_a_token_of_a_decode_worker_starts_the_count_of_attempts_over() -> None:
+    tracker = Bench(max_tokens=50).tracker
+    for number in range(1, 10):
+        attempt(tracker, number, 3 + 2 * number, count=2)
         assert Requeue("r1") in tracker.on_worker_lost(D.worker, "decode-0")
+
+
+def test_a_request_that_ends_decode_workers_is_given_up_whatever_prefill_workers_make_of_it() -> None:
+    tracker = Bench(max_tokens=50).tracker
+    for number in range(1, MAX_FRUITLESS_ATTEMPTS + 1):
+        attempt(tracker, number, 4 + number, count=1)
+        effects = tracker.on_worker_lost(D.worker, "decode-0")
+    outcome = the_end(effects).outcome
+    assert outcome.ending is Ending.GIVEN_UP
+    assert outcome.detail == (
+        "given up after 3 attempts that brought no token of a decode worker, the last one: worker decode-0 was lost; "
+        "3 tokens were delivered"
+    )
+
+
+def test_a_request_is_a_suspect_from_the_loss_of_a_worker_until_a_decode_worker_gets_on_with_it() -> None:
+    tracker = Bench(max_tokens=50).tracker
+    attempt(tracker, 1, 5, count=0)
+    tracker.on_request_failed(P.worker, failed("r1", Cause.INTERNAL))
+    assert not tracker.is_suspect("r1")  # nobody was lost
+    attempt(tracker, 2, 5, count=0)
+    tracker.on_worker_lost(P.worker, "prefill-0")
+    assert tracker.is_suspect("r1")
+    attempt(tracker, 3, 5, count=1)
+    assert all(held.is_suspect for held in tracker.assignment("r1").values())
+    tracker.on_step_tokens(D.worker, step(row("r1", 6, 50, attempt=3)))
+    assert not tracker.is_suspect("r1")
+    assert tracker.on_worker_lost(D.worker, "decode-0")
+    assert not tracker.is_suspect("r1")  # it had got on
 
 
 def test_messages_that_do_not_fit_are_counted_and_change_nothing() -> None:
