@@ -6,7 +6,6 @@ places requests on workers. Timers: one per request (its deadline), one for the 
 
 import asyncio
 import logging
-import uuid
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,6 +14,7 @@ from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Out
 from coordinator.leases import LeaseTimer
 from coordinator.metrics import CoordinatorMetrics, LossReason
 from coordinator.queue import RequestQueue
+from coordinator.readiness import Readiness
 from coordinator.registry import Refused, Registry
 from coordinator.reply_watch import ReplyWatch
 from coordinator.router import choose_decode, choose_prefill
@@ -47,10 +47,7 @@ _PROBE_DEADLINE_S = 60.0
 
 
 class Dispatcher:
-    """Owns every request from `submit` to its end, and every worker from `join` to its loss.
-
-    `serving` means: a ready pair exists, and since there was none a token has gone through one (a probe asks for it).
-    """
+    """Owns every request from `submit` to its end, and every worker from `join` to its loss."""
 
     def __init__(
         self,
@@ -69,10 +66,10 @@ class Dispatcher:
         """`limits.arena_tokens` holds until workers have joined."""
         self.epoch = epoch
         self.lease_s = lease_s
-        self.serving = False
-        self.serving_changed = asyncio.Event()
+        self.readiness = Readiness(probe_params, probe_token_id)
         self._clock = clock
         self._limits = limits
+        self._most_arena_tokens = 0
         self._tracker = Tracker(clock, reply_timeout_s)
         self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share)
         self.metrics = CoordinatorMetrics(self._tracker.ignored)
@@ -87,9 +84,6 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._probe_params, self._probe_token_id = probe_params, probe_token_id
-        self._probe_id: str | None = None
-        self._may_probe = True  # false from a probe's failure to the next heartbeat
 
     # ---- questions --------------------------------------------------------------------------------------------------
 
@@ -119,9 +113,11 @@ class Dispatcher:
         return self._registry.snapshot(self._clock.now_s(), {})
 
     def _limits_of(self, snapshot: ClusterSnapshot) -> Limits:
-        """What a request is checked against now: the arena counts once both roles have joined."""
-        arena_tokens = snapshot.arena_tokens()
-        return self._limits if arena_tokens is None else replace(self._limits, arena_tokens=arena_tokens)
+        """What a request is checked against: the arena counts once both roles have joined. The largest that was ever
+        seen counts: a worker that left or was lost may come back."""
+        self._most_arena_tokens = max(self._most_arena_tokens, snapshot.arena_tokens() or 0)
+        most = self._most_arena_tokens
+        return replace(self._limits, arena_tokens=most) if most else self._limits
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
@@ -151,7 +147,7 @@ class Dispatcher:
     async def drain(self, limit_s: float) -> None:
         """Take no new requests, let those that are here finish within the limit, then end the rest."""
         self._draining = True
-        self._set_serving(False)
+        self.readiness.close()
         try:
             async with asyncio.timeout(limit_s):
                 await self._idle.wait()
@@ -211,6 +207,13 @@ class Dispatcher:
         self._carry_out((order,))
         return order.worker
 
+    def on_ended(self, uuids: Iterable[str]) -> None:
+        """A launcher reaped these processes, now or under an earlier coordinator."""
+        for process in uuids:
+            for worker in self._registry.lives_with(process):
+                self.lose(worker, LossReason.REAPED)
+            self._carry_out(self._registry.prove(process))
+
     def on_exit(self, name: str, pid: int, host: str) -> None:
         """A launcher reaped the process that it had started under this name at this host."""
         for worker in self._registry.lives_of(name, pid, host):
@@ -223,7 +226,7 @@ class Dispatcher:
             return
         match message:
             case Heartbeat():
-                self._may_probe = True
+                self.readiness.heartbeat()
                 self._carry_out(self._registry.heartbeat(worker, message, self._clock.now_s()))
             case PairReady():
                 if not self._registry.pair_ready(worker, message):
@@ -279,7 +282,7 @@ class Dispatcher:
                     if worker in self._workers:  # a lost worker's requests are restarted, not told
                         self._workers[worker].send(message)
                 case Deliver(request_id, row):
-                    self._serve_if_paired()
+                    self._see_token()
                     if self._clients[request_id].push(row):
                         left.extend(self._tracker.stop(request_id))
                 case AttemptFailed(request_id, cause, detail):
@@ -292,7 +295,7 @@ class Dispatcher:
         self._wake.set()
 
     def _end(self, request_id: str, outcome: Outcome) -> None:
-        if request_id != self._probe_id:
+        if request_id != self.readiness.probe_id:  # no client asked for that one
             self.metrics.ended(outcome.ending)
             text, route = "%s after %d tokens; prefilled by %s, decoded by %s", outcome.route
             numbers = outcome.ending, outcome.usage.completion_tokens
@@ -301,10 +304,21 @@ class Dispatcher:
         self._deadlines.pop(request_id).cancel()
         self._groups.pop(request_id, None)
         self._clients.pop(request_id).end(outcome)
-        if request_id == self._probe_id:
-            self._end_probe(outcome)
+        if request_id == self.readiness.probe_id and self.readiness.probe_ended(outcome):
+            self._see_token()
         if not self._clients:
             self._idle.set()
+
+    def _see_token(self) -> None:
+        """A token has come through."""
+        if not self.readiness.serving:
+            self.readiness.token_came(self._membership().has_ready_pair)
+
+    def _probe_if_needed(self) -> None:
+        probe = self.readiness.look(self._membership().has_ready_pair)
+        if probe is not None:
+            self._admit(probe, _PROBE_DEADLINE_S, None)
+            self._queue.put_back(probe.request_id, self._tracker.order(probe.request_id))
 
     # ---- placing ----------------------------------------------------------------------------------------------------
 
@@ -313,7 +327,7 @@ class Dispatcher:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            self._update_serving()
+            self._probe_if_needed()
             awaiting = self._tracker.awaiting_prefill()
             if awaiting or len(self._queue):
                 self._reserve_decode_workers(self._bind_prefill_workers(awaiting, self.snapshot()))
@@ -337,7 +351,7 @@ class Dispatcher:
         must stay in its pairing group, or away from another suspect, does not."""
         for request_id in self._queue:
             request = self._tracker.request(request_id)
-            is_bound = self._tracker.has_delivered(request_id)
+            is_bound = self._tracker.has_delivered(request_id) or bool(request.generated_ids)
             group = self._groups.get(request_id) if is_bound else None
             if not is_bound and self._end_if_too_large(request, snapshot):
                 continue
@@ -359,35 +373,3 @@ class Dispatcher:
             self._carry_out(self._tracker.give_up(request.request_id, Ending.TOO_LARGE, str(error)))
             return True
         return False
-
-    # ---- serving ----------------------------------------------------------------------------------------------------
-
-    def _update_serving(self) -> None:
-        if not self._membership().has_ready_pair:
-            self._set_serving(False)
-        elif not self.serving and self._probe_id is None and self._may_probe and not self._draining:
-            self._start_probe()
-
-    def _start_probe(self) -> None:
-        self._probe_id = str(uuid.uuid4())
-        request = Request(request_id=self._probe_id, prompt_ids=(self._probe_token_id,), params=self._probe_params)
-        self._admit(request, _PROBE_DEADLINE_S, None)
-        self._queue.put_back(self._probe_id, self._tracker.order(self._probe_id))
-
-    def _end_probe(self, outcome: Outcome) -> None:
-        self._probe_id = None
-        if outcome.ending is Ending.FINISHED:
-            self._serve_if_paired()
-        else:
-            self._may_probe = False
-            _LOG.warning("the warm-up request failed: %s", outcome.detail)
-
-    def _serve_if_paired(self) -> None:
-        """A token has come through: whoever's it was, the cluster serves."""
-        if not self.serving and not self._draining:
-            self._set_serving(self._membership().has_ready_pair)
-
-    def _set_serving(self, serving: bool) -> None:
-        if serving is not self.serving:
-            self.serving = serving
-            self.serving_changed.set()

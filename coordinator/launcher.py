@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import uuid
+from collections import deque
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -37,6 +39,10 @@ _MOST_DRAIN_S = 10.0  # whoever stops a launch wants it to end soon, whatever th
 _LEAVE_S = 10.0  # for a process that was told to leave and has nothing left to finish
 _BACKOFF_FIRST_S = 0.2
 _BACKOFF_MOST_S = 10.0
+_ENDED_KEPT = 256
+_LOOKS_LOST = 2  # in a row, a lease apart, at a worker that is lost
+_LOOKS_MISSING = 3  # at one that has not joined again, and at least so many seconds:
+_MISSING_S = 6.0
 _SETTLED_S = 30.0  # after a life this long the backoff starts over
 WORKER_MODULES = MappingProxyType({Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"})
 T = TypeVar("T")
@@ -71,6 +77,7 @@ class LocalLauncher:
         self._id = uuid.uuid4().hex
         self._roster = Roster()
         self._left: dict[str, asyncio.Event] = {}  # by name: the worker was told to leave
+        self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)  # uuids of reaped worker processes
         self._faulted: set[str] = set()  # those whose faults on purpose have had their chance
         self.changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -139,6 +146,7 @@ class LocalLauncher:
             wanted=self._roster.wanted,
             revision=revision,
             workers=self._roster.kept(),
+            ended=tuple(self._ended),
         )
 
     def want(self, counts: WorkerCounts) -> None:
@@ -206,10 +214,13 @@ class LocalLauncher:
         backoff_s = _BACKOFF_FIRST_S
         while not left.is_set():
             started_s = loop.time()
-            child = await self._start(name, self._worker_modules[role], self._worker_arguments(name))
+            process = uuid.uuid4().hex
+            child = await self._start(name, self._worker_modules[role], self._worker_arguments(name, process))
             if left.is_set():  # said while it was being started
                 child.terminate()
             exit_status = await child.reap()
+            self._ended.append(process)
+            self.changed.set()
             if self._stopping.is_set():
                 return
             _LOG.warning("worker %s ended with exit status %d", name, exit_status)
@@ -227,9 +238,10 @@ class LocalLauncher:
             self._roster.ended(name)
             self.changed.set()
 
-    def _worker_arguments(self, name: str) -> list[str]:
+    def _worker_arguments(self, name: str, process: str) -> list[str]:
+        """`process`: the uuid that it will be known by."""
         arguments = ["--config", str(self._config_path), "--name", name, "--coordinator", self.address]
-        arguments += ["--host", self._config.launcher.host]
+        arguments += ["--host", self._config.launcher.host, "--uuid", process]
         if self._config.faults and name in self._faulted:
             arguments.append("--without-faults")  # each of them happens once
         self._faulted.add(name)
@@ -254,9 +266,12 @@ class LocalLauncher:
                 await self._unless_stopped(_RETRY_S)
 
     async def _kill_hung_workers(self) -> None:
-        """Kill a worker whose lease ran out and that did not come back: its writes must be proven to have ended."""
+        """Kill a worker that is lost, or that has joined once and is not there under a later coordinator, and does not
+        come back: its writes must be proven to have ended."""
         lease_s, host = self._config.membership.lease_s, self._config.launcher.host
-        suspects: set[tuple[str, int, str]] = set()
+        most = {True: _LOOKS_LOST, False: max(_LOOKS_MISSING, math.ceil(_MISSING_S / lease_s))}
+        joined: set[tuple[str, int]] = set()
+        looks: dict[tuple[str, int], int] = {}
         stub: Any = loopline_pb2_grpc.LooplineStub
         async with open_channel(self.address) as channel:
             while not await self._unless_stopped(lease_s):
@@ -264,16 +279,16 @@ class LocalLauncher:
                     status = await stub(channel).GetStatus(loopline_pb2.GetStatusRequest(), timeout=_CALL_S)
                 except grpc.aio.AioRpcError:
                     continue
-                lost = {
-                    (worker.name, worker.pid, host_of(worker.address))
-                    for worker in status.workers
-                    if worker.state == WorkerState.LOST
-                }
-                for child in self._children.values():
-                    if child.is_alive and (child.name, child.pid, host) in lost & suspects:
+                there = {(row.name, row.pid): row.state for row in status.workers if host_of(row.address) == host}
+                living = {(child.name, child.pid): child for child in self._children.values() if child.is_alive}
+                joined = (joined | there.keys()) & living.keys()
+                away = [key for key in joined if there.get(key, WorkerState.LOST) == WorkerState.LOST]
+                looks = {key: looks.get(key, 0) + 1 for key in away}
+                for key, count in looks.items():
+                    child = living[key]
+                    if count >= most[key in there]:
                         _LOG.warning("worker %s (pid %d) is hung: killed", child.name, child.pid)
                         child.kill()
-                suspects = lost
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 

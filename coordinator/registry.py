@@ -12,10 +12,11 @@ from coordinator.effects import Assigned, Send
 from coordinator.life import Books
 from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, host_of, is_loopback
 from loopline.errors import OperatorError
-from loopline.identity import Capacity, Role, WorkerId, WorkerLoad, WorkerState
+from loopline.identity import LAST_EPOCH, Capacity, Role, WorkerId, WorkerLoad, WorkerState
 from loopline.messages import Drain, Heartbeat, Pair, PairFailed, PairReady, PeerGone, Register
 
 _LOG = logging.getLogger(__name__)
+_PROOFS_KEPT = 256
 _LOST_KEPT = 64  # lost workers that a proof of their end may still come for
 
 
@@ -45,6 +46,7 @@ class _Member:
     load: WorkerLoad | None = None
     books: Books | None = None
     draining: bool = False
+    drain_order: Drain | None = None  # that it has not confirmed
     refused: bool = False
     lost: bool = False
     left: bool = False  # it was draining when its stream ended: gone in order
@@ -68,6 +70,7 @@ class Registry:
         self._peer_share = peer_share
         self._alive: dict[WorkerId, _Member] = {}
         self._lost: dict[WorkerId, _Member] = {}
+        self._proofs: dict[str, None] = {}  # uuids of processes that are known to have ended, whoever they had joined
 
     def __contains__(self, worker: WorkerId) -> bool:
         """Whether it is alive, as far as is known."""
@@ -113,6 +116,8 @@ class Registry:
         self._alive[peer.worker] = member
         gone = [other for other in self._lost.values() if other.proven and _may_pair(member, other)]
         commands = [Send(member.worker, PeerGone(other.worker, proven=True)) for other in gone]
+        known = {other.worker.uuid for other in gone}
+        commands += [Send(member.worker, _end_of(uuid)) for uuid in self._proofs if uuid not in known]
         commands += [send for other in others for send in _pair(member, other)]
         return Joined(superseded, tuple(commands))
 
@@ -155,8 +160,8 @@ class Registry:
         if member is None:
             names = ", ".join(m.register.peer.name for m in self._alive.values()) or "none"
             raise OperatorError(f"no worker is named {name!r}; there are: {names}")
-        member.draining = True
-        return Send(member.worker, Drain(limit_s))
+        member.draining, member.drain_order = True, Drain(limit_s)
+        return Send(member.worker, member.drain_order)
 
     def has_left(self, worker: WorkerId) -> bool:
         """Whether it is gone in order: it was draining when its stream ended."""
@@ -167,6 +172,23 @@ class Registry:
         while len(self._lost) > _LOST_KEPT:
             proven = (worker for worker, member in self._lost.items() if member.proven)
             del self._lost[next(proven, None) or next(iter(self._lost))]
+
+    def prove(self, uuid: str) -> list[Send]:
+        """This process has ended, perhaps as a worker of an earlier coordinator: every worker may hold something for
+        it, and so may those that join later."""
+        if uuid in self._proofs:
+            return []
+        self._proofs[uuid] = None
+        if len(self._proofs) > _PROOFS_KEPT:
+            del self._proofs[next(iter(self._proofs))]
+        if any(worker.uuid == uuid and member.proven for worker, member in self._lost.items()):
+            return []  # told when it was lost
+        return [Send(worker, _end_of(uuid)) for worker in self._alive if worker.uuid != uuid]
+
+    def lives_with(self, uuid: str) -> list[WorkerId]:
+        """Lives of this process that are not yet known to be over."""
+        members = [*self._alive.values(), *self._lost.values()]
+        return [member.worker for member in members if member.worker.uuid == uuid and not member.proven]
 
     def lives_of(self, name: str, pid: int, host: str) -> list[WorkerId]:
         """Lives of the one process with this name and id at this host, those that are not yet known to be over."""
@@ -202,7 +224,12 @@ class Registry:
         member.refused = False
         again = [self._alive[decode] for decode in member.failed_pairs if decode in self._alive]
         member.failed_pairs.clear()
-        return [send for other in again for send in _pair(member, other)]
+        sends = [send for other in again for send in _pair(member, other)]
+        if message.draining:
+            member.drain_order = None
+        elif member.drain_order is not None:  # it may have been lost; a worker takes the first one only
+            sends.append(Send(worker, member.drain_order))
+        return sends
 
     def pair_ready(self, worker: WorkerId, message: PairReady) -> bool:
         """Whether the pair is usable: its decode worker is alive and in the group."""
@@ -271,6 +298,10 @@ class Registry:
         if member.register.role is Role.PREFILL:
             return tuple(member.links)
         return tuple(other.worker for other in self._alive.values() if member.worker in other.links)
+
+
+def _end_of(uuid: str) -> PeerGone:
+    return PeerGone(WorkerId(uuid, LAST_EPOCH), proven=True)
 
 
 def _state(member: _Member, is_paired: bool) -> WorkerState:

@@ -169,10 +169,10 @@ def _dtype(config: ClusterConfig, spec: ModelSpec) -> str:
 async def _publish_health(dispatcher: Dispatcher, servicer: Any) -> None:
     status = health_pb2.HealthCheckResponse
     while True:
-        dispatcher.serving_changed.clear()
+        dispatcher.readiness.changed.clear()
         for service in ("", SERVICE_NAME):
-            await servicer.set(service, status.SERVING if dispatcher.serving else status.NOT_SERVING)
-        await dispatcher.serving_changed.wait()
+            await servicer.set(service, status.SERVING if dispatcher.readiness.serving else status.NOT_SERVING)
+        await dispatcher.readiness.changed.wait()
 
 
 def _watch_for_stop(life_fd: int | None) -> asyncio.Future[bool]:

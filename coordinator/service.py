@@ -130,7 +130,7 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             dispatcher.snapshot(),
             queued=dispatcher.num_queued,
             running=dispatcher.num_running,
-            serving=dispatcher.serving,
+            serving=dispatcher.readiness.serving,
             epoch=dispatcher.epoch,
             launcher=self._fleet.launcher,
         )
@@ -180,6 +180,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         try:
             report = convert.from_proto(LauncherReport, await context.read())
             stream = self._fleet.attach(report)
+            self._dispatcher.on_ended(report.ended)
         except OperatorError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except (ValueError, AttributeError) as error:
@@ -217,7 +218,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def _read_reports(self, stream: LauncherStream, context: Context) -> None:
         while (report := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it
-            self._fleet.take(stream, convert.from_proto(LauncherReport, report))
+            taken = convert.from_proto(LauncherReport, report)
+            self._fleet.take(stream, taken)
+            self._dispatcher.on_ended(taken.ended)
 
     async def _read_messages(self, worker: WorkerId, context: Context) -> None:
         while (envelope := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]  # the stubs lack it

@@ -132,6 +132,7 @@ class ClusterConfig(Section):
                 verify=transfer.verify,
             ),
             drain_limit_s=self.membership.drain_limit_s,
+            engine_timeout_s=_engine_timeout_s(self.membership, self._group(role).device),
             quarantine_limit=self.membership.quarantine_limit,
             quarantine_patience_s=self.membership.lease_s + self.membership.drain_limit_s,
             faults=faults_of(self.faults, name),
@@ -143,6 +144,12 @@ class ClusterConfig(Section):
         if role == "decode":
             return self.decode
         raise ConfigError(f"role is {role!r}; allowed: prefill, decode")
+
+
+def _engine_timeout_s(membership: MembershipConfig, device: str) -> float:
+    if membership.engine_timeout_s is not None:
+        return membership.engine_timeout_s
+    return max(3.0, membership.lease_s) if device.startswith("cuda") else 60.0
 
 
 def _steps_ahead(group: WorkerGroup) -> int:

@@ -156,6 +156,9 @@ class MembershipConfig(Section):
     reply_timeout_s: Seconds = 5.0
     """A worker that goes on working for this long, and neither answers nor knows of what it was given, has lost it: the
     request starts again."""
+    engine_timeout_s: Seconds | None = None
+    """A worker whose engine stands still for this long ends, and is started again. Longer than any step may take; null:
+    60 on a CPU; on CUDA, where steps are short, lease_s but at least 3."""
     quarantine_limit: Fraction = 0.5
     """Part of a worker's blocks: where more of them are in quarantine for longer than lease_s + drain_limit_s, the
     worker drains, ends with status 3 and is started again."""

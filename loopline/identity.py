@@ -59,6 +59,10 @@ class WorkerId:
         return f"loopline-{self.uuid}"
 
 
+LAST_EPOCH = 2**63 - 1
+"""Later than any life of a process: what is said of it is said of all its lives."""
+
+
 @dataclass(frozen=True)
 class Peer:
     """How to reach a worker: its identity, its name for people, HOST:PORT of its peer service."""

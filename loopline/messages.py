@@ -266,6 +266,7 @@ class LauncherReport:
     wanted: WorkerCounts
     revision: int  # of the last Wanted of this stream that it took, 0: of none
     workers: tuple[KeptWorker, ...]
+    ended: tuple[str, ...] = ()  # uuids of the processes that it reaped, the latest ones
 
 
 @dataclass(frozen=True)

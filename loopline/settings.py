@@ -140,12 +140,16 @@ class WorkerSettings:
     """Address to listen on and to advertise."""
     port: int = 0
     """0: any free port."""
+    uuid: str = ""
+    """Who the process is to others, fresh at every start; "": it draws one."""
     engine: EngineSettings
     transfer: TransferSettings = TransferSettings()
     connect_timeout_s: float = 10.0
     """How long to try to reach the coordinator, or to be let in by it, before giving up."""
     drain_limit_s: float = 10.0
     """How long a leaving worker may finish what runs, where the order to leave names no limit."""
+    engine_timeout_s: float = 60.0
+    """The process ends when its engine thread has stood still for this long."""
     quarantine_limit: float = 1.0
     """Part of the arena's blocks: with more of them in quarantine for `quarantine_patience_s` the worker drains, ends
     and asks to be started again. 1: never."""

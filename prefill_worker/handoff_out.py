@@ -371,9 +371,11 @@ class HandoffOut:
             case PeerGone(worker, proven):
                 for out in [out for out in self._outgoing.values() if out.target.worker.uuid == worker.uuid]:
                     self._give_up_key(out.key, Cause.PEER_LOST, f"{out.target.name} is gone")
-                if proven:
-                    self._links.pop(worker.uuid, None)
+                link = self._links.get(worker.uuid)
+                if link is not None and link.peer.worker.epoch <= worker.epoch:  # its next life is paired anew
+                    del self._links[worker.uuid]
                     self._gate.num_peers = len(self._links)
+                if proven:
                     self._ports.to_transfer(RemovePeer(worker))
             case PeerRemoved(worker):
                 self._closings.target_removed(worker)

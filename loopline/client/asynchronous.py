@@ -68,7 +68,7 @@ class AsyncClient:
                     return
                 pause_s = answer.pause_s(error, time.monotonic())
             finally:
-                self._is_known = answer.is_known
+                self._is_known = self._is_known or answer.is_known
                 call.cancel()
             await asyncio.sleep(pause_s)  # back-off
 

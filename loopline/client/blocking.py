@@ -71,7 +71,7 @@ class Client:
                     return
                 pause_s = answer.pause_s(error, time.monotonic())
             finally:
-                self._is_known = answer.is_known
+                self._is_known = self._is_known or answer.is_known
                 call.cancel()
             time.sleep(pause_s)  # back-off
 

@@ -86,6 +86,11 @@ class LoadBoard:
         return Heartbeat(load, is_draining, max(0.0, now_s - handled_at_s))
 
     @property
+    def published_at_s(self) -> float:
+        """When the engine thread last got around, by its clock: a step, or a wait for something to do."""
+        return self._published[2]
+
+    @property
     def is_drained(self) -> bool:
         """The engine thread takes nothing new, and nothing runs, waits, is held or is being handed off."""
         load, is_draining, _ = self._published

@@ -44,6 +44,7 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to be reached at")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free one")
+    parser.add_argument("--uuid", default="", help=argparse.SUPPRESS)
     parser.add_argument("--life-fd", type=int, default=None, help="pipe whose end means that the parent is gone")
     parser.add_argument(
         "--without-faults", action="store_true", help="commit no fault of one moment that the YAML names; others hold"
@@ -53,6 +54,7 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     config = load_config(parsed.config)
     configure_logging(name, config.telemetry.log_format, config.telemetry.log_level)
     settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=parsed.host)
+    settings = replace(settings, uuid=parsed.uuid)
     if parsed.without_faults:
         settings = replace(settings, faults=tuple(fault for fault in settings.faults if fault.is_lasting))
     return WorkerArguments(settings, parsed.life_fd)

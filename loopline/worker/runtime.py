@@ -45,6 +45,7 @@ EXIT_FAILED = 1
 EXIT_OPERATOR = 2
 EXIT_RESTART = 3
 _STOP_GRACE_S = 0.2
+_LOOKS_PER_LIMIT = 4
 _FLUSH_LIMIT_S = 3.0
 
 
@@ -108,7 +109,7 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
         watch_life_pipe(loop, life_fd, orders.stop)
     server = grpc.aio.server(options=server_options())
     port = bind(server, settings.host, settings.port)  # before the model loads: a clash shows at once
-    identity = Identity(settings.name, join_address(settings.host, port))
+    identity = Identity(settings.name, join_address(settings.host, port), settings.uuid)
     faults = WorkerFaults(settings.name, settings.faults, MonotonicClock()) if settings.faults else None
     loading = asyncio.create_task(asyncio.to_thread(_load, settings, policy, identity.agent_name, faults))
     if not await _first_of(loading, orders.wait_stop(), orders.wait_drain()):
@@ -138,8 +139,8 @@ async def _first_of(wanted: "asyncio.Task[Any]", *others: Any) -> bool:
 class Identity:
     """This process as others know it: a fresh uuid, and a new epoch for every try to join."""
 
-    def __init__(self, name: str, address: str) -> None:
-        self._uuid = uuid.uuid4().hex
+    def __init__(self, name: str, address: str, fresh_uuid: str = "") -> None:
+        self._uuid = fresh_uuid or uuid.uuid4().hex
         self._epoch = 0
         self._name = name
         self._address = address
@@ -277,6 +278,7 @@ class _Worker:
             asyncio.ensure_future(run),
             asyncio.ensure_future(self._orders.wait_stop()),
             asyncio.ensure_future(self._drained()),
+            asyncio.ensure_future(self._watch_engine()),
             self._engine_failed,
         )
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -300,6 +302,20 @@ class _Worker:
         except TimeoutError:
             logger.warning("not drained within %g s; what still runs goes on elsewhere", limit_s)
         await self._attachment.finish(_FLUSH_LIMIT_S)
+
+    async def _watch_engine(self) -> None:
+        """Ends the process when its engine stands still: heartbeats would go on, and its requests wait for ever. The
+        process's end is also the proof that it writes no more."""
+        limit_s = self._settings.engine_timeout_s
+        suspected_at_s = None
+        while True:
+            last_s = self._board.published_at_s
+            age_s = self._clock.now_s() - last_s
+            if age_s >= limit_s and last_s == suspected_at_s:
+                logger.error("the engine has stood still for %.1f s; leaving without it", age_s)
+                leave(EXIT_FAILED)
+            suspected_at_s = last_s if age_s >= limit_s else None  # after a stop of the whole process it has a chance
+            await asyncio.sleep(limit_s / _LOOKS_PER_LIMIT)  # paces looks at the thread
 
     def _on_message(self, message: CoordinatorMessage) -> None:
         if isinstance(message, Drain):

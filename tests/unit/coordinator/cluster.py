@@ -221,7 +221,7 @@ class ScriptedCluster:
     async def pair(self, **options: Any) -> tuple[ScriptedWorker, ScriptedWorker]:
         """One worker of each role, serving. Options go to the decode worker."""
         prefill, decode = self.attach("prefill-0"), self.attach("decode-0", **options)
-        await until(lambda: self.dispatcher.serving, "serving")
+        await until(lambda: self.dispatcher.readiness.serving, "serving")
         return prefill, decode
 
     async def until_idle(self) -> None:

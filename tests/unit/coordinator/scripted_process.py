@@ -28,6 +28,7 @@ async def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--host", required=True)
+    parser.add_argument("--uuid", required=True)
     parser.add_argument("--life-fd", type=int, required=True)
     options = parser.parse_args()
     gone = asyncio.Event()

@@ -71,7 +71,7 @@ def test_workers_are_not_lost_because_this_process_stood_still(caplog: pytest.Lo
         time.sleep(1.0)  # noqa: ASYNC251 - that is the point
         until_s = time.monotonic() + 1.0
         await until(lambda: time.monotonic() > until_s, "more than a lease has passed")
-        assert cluster.dispatcher.serving
+        assert cluster.dispatcher.readiness.serving
         assert not prefill.heard_of(PeerGone) and not decode.heard_of(PeerGone)
         beating.cancel()
 

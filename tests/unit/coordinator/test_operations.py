@@ -119,7 +119,7 @@ def test_a_worker_that_drains_gets_nothing_new_and_what_it_hands_over_costs_no_a
             assert (ordered.uuid, ordered.limit_s) == (first.peer.worker.uuid, DRAIN_LIMIT_S)
             assert not ordered.returns
             await until(lambda: drains(first) == [Drain(DRAIN_LIMIT_S)], "the order arrives")
-            assert not cluster.dispatcher.serving or not cluster.dispatcher.snapshot().has_ready_pair
+            assert not cluster.dispatcher.readiness.serving or not cluster.dispatcher.snapshot().has_ready_pair
             await first.send(heartbeat())  # older than the order, as far as it says
             second = cluster.attach("decode-1")
             await until(lambda: cluster.dispatcher.snapshot().has_ready_pair, "another decode worker is there")

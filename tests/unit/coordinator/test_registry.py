@@ -6,7 +6,7 @@ import pytest
 from coordinator.effects import Send
 from coordinator.registry import Joined, Refused, Registry
 from loopline.errors import OperatorError
-from loopline.identity import Role, WorkerState
+from loopline.identity import LAST_EPOCH, Role, WorkerId, WorkerState
 from loopline.messages import Drain, Pair, PairFailed, PairReady, PeerGone
 from tests.unit.coordinator.builders import OTHER_FINGERPRINT, heartbeat, peer, register
 
@@ -224,3 +224,23 @@ def test_an_impossible_capacity_is_refused(field: str) -> None:
     assert isinstance(answer, Refused)
     assert f"{field} is 0" in answer.reason
     assert not registry.snapshot(0.0, {}).workers
+
+
+def test_who_joins_later_hears_of_an_end_under_an_earlier_coordinator() -> None:
+    registry = Registry(3.0)
+    joined(registry, P)
+    gone = PeerGone(WorkerId("long-gone", LAST_EPOCH), proven=True)
+    assert registry.prove("long-gone") == [Send(P.peer.worker, gone)]
+    assert registry.prove("long-gone") == []  # said once
+    answer = registry.join(D, 0.0)
+    assert isinstance(answer, Joined)
+    assert Send(D.peer.worker, gone) in answer.commands
+
+
+def test_an_order_to_drain_is_said_until_the_worker_confirms_it() -> None:
+    registry = Registry(3.0)
+    joined(registry, P, D)
+    order = registry.drain("decode-0", 5.0)
+    assert registry.heartbeat(D.peer.worker, heartbeat(), 1.0) == [order]
+    assert registry.heartbeat(D.peer.worker, heartbeat(draining=True), 2.0) == []
+    assert registry.heartbeat(D.peer.worker, heartbeat(), 3.0) == []

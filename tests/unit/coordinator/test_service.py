@@ -101,16 +101,16 @@ def test_serving_needs_a_token_through_a_pair() -> None:
         cluster.attach("prefill-0")
         decode = cluster.attach("decode-0", refusals=[Cause.NO_ROOM])
         await until(lambda: bool(decode.heard_of(Reserve)), "a probe")
-        assert not cluster.dispatcher.serving
+        assert not cluster.dispatcher.readiness.serving
         await decode.send(heartbeat())
-        await until(lambda: cluster.dispatcher.serving, "serving")
+        await until(lambda: cluster.dispatcher.readiness.serving, "serving")
         status = await cluster.stub.GetStatus(loopline_pb2.GetStatusRequest())
         assert status.serving and [worker.state for worker in status.workers] == ["ready", "ready"]
         assert [link.peer for worker in status.workers for link in worker.links] == ["decode-0"]
         await decode.die()
-        await until(lambda: not cluster.dispatcher.serving, "not serving")
+        await until(lambda: not cluster.dispatcher.readiness.serving, "not serving")
         cluster.attach("decode-0", epoch=2)
-        await until(lambda: cluster.dispatcher.serving, "serving again")
+        await until(lambda: cluster.dispatcher.readiness.serving, "serving again")
 
     run(script)
 
@@ -271,7 +271,7 @@ def test_a_silent_worker_loses_its_lease_and_what_it_says_later_is_counted() -> 
                 await asyncio.sleep(0.02)
         assert any(gone.worker == decode.worker and not gone.proven for gone in prefill.heard_of(PeerGone))
         again = cluster.attach("decode-0", epoch=2)
-        await until(lambda: cluster.dispatcher.serving, "serving again")
+        await until(lambda: cluster.dispatcher.readiness.serving, "serving again")
         await again.send(heartbeat(), epoch=12345)
         await until(lambda: cluster.dispatcher.ignored[Cause.STALE] >= 1, "counted")
 
@@ -288,10 +288,10 @@ def test_a_reaped_process_is_told_as_proof() -> None:
             )
             for other in ({"name": "decode-7"}, {"pid": 1}, {"host": "10.0.0.7"}):  # another host's, or another's
                 await stub(channel).ReportExit(exit_of(**other))
-            assert cluster.dispatcher.serving
+            assert cluster.dispatcher.readiness.serving
             await stub(channel).ReportExit(exit_of())
         await until(lambda: any(gone.proven for gone in prefill.heard_of(PeerGone)), "proof")
-        assert not cluster.dispatcher.serving
+        assert not cluster.dispatcher.readiness.serving
 
     run(script)
 
@@ -327,7 +327,7 @@ def test_a_drain_lets_requests_finish_and_ends_the_rest() -> None:
         answer = Answer(cluster, message(max_tokens=4))
         await until(lambda: len(answer.ids) >= 2, "two tokens")
         drained = asyncio.ensure_future(cluster.dispatcher.drain(WAIT_S))
-        await until(lambda: not cluster.dispatcher.serving, "draining")
+        await until(lambda: not cluster.dispatcher.readiness.serving, "draining")
         code, details = await Answer(cluster, message()).status()
         assert code is grpc.StatusCode.UNAVAILABLE and "shutting down" in details
         with pytest.raises(RequestRefused, match="shutting down") as caught:  # the client is answered, so no more

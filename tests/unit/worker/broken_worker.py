@@ -44,7 +44,7 @@ class BrokenCore:
             ledger.quarantine(allocation, list(ledger.block_ids(allocation)))
         sys.stdout.write("ticking\n")
         sys.stdout.flush()
-        if self._mode == "hang":
+        if self._mode in ("hang", "stand still"):
             threading.Event().wait()
 
     def handoffs(self) -> tuple[tuple[str, int], ...]:
@@ -70,6 +70,7 @@ def main(mode: str, life_fd: int) -> int:
         connect_timeout_s=600.0,
         quarantine_limit=0.5,
         quarantine_patience_s=0.2,
+        engine_timeout_s=1.0 if mode == "stand still" else 600.0,
     )
 
     def build_role(context: WorkerContext) -> RoleParts:

@@ -52,6 +52,13 @@ def test_a_failed_engine_thread_ends_the_process_with_a_log() -> None:
     assert "the engine thread failed" in log and "broken by the test" in log
 
 
+def test_a_worker_whose_engine_stands_still_ends_by_itself() -> None:
+    log = (broken := Broken("stand still")).end()
+    broken.close_life_pipe()
+    assert broken.process.returncode == 1
+    assert "the engine has stood still for" in log
+
+
 @pytest.mark.parametrize("order", [Broken.signal_twice, Broken.close_life_pipe])
 def test_a_hung_engine_thread_cannot_keep_the_process(order: Callable[[Broken], None]) -> None:
     broken = Broken("hang")
