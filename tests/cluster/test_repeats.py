@@ -35,6 +35,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         if (role, message) != ("prefill", "Cancel")
     ]
     faults += [
+        {"worker": "prefill-0", "do": "delay_push", "at": 2, "seconds": 2.0},
         {"worker": "prefill-0", "do": "drop_message", "message": "Cancel"},
         {"worker": "prefill-0", "do": "repeat_message", "message": "Cancel", "at": 2, "times": ALWAYS},
     ]
@@ -47,10 +48,10 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 
 
 def test_a_prefill_worker_whose_cancel_is_lost_is_told_by_the_decode_worker(cluster: Cluster, folder: Path) -> None:
-    """The client leaves while its prompt is computed, and only the decode worker hears of it: what the prefill worker
-    commits after that is not taken, and it lets go of the prompt."""
+    """The client leaves when its prompt is computed and a push is still on its way, and only the decode worker hears of
+    it: what was committed goes on nowhere, and the prefill worker lets go of the prompt."""
     stream = Stream(cluster, prompt_of(1, NUM_TOKENS - 2), 2)
-    wait_until(lambda: cluster.workers()["prefill-0"].running or cluster.client.status().running, "it is given out")
+    stream.wait_token()
     stream.leave()
     cluster.wait_idle()
     check_committed(folder, "prefill-0", "drop_message of Cancel 1")
