@@ -6,7 +6,7 @@ of their position, so whoever computes them computes the same.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,6 +100,7 @@ class ScriptedWorker:
     pid: int | None = None
     uuid: str | None = None
     host: str = "127.0.0.1"
+    crash: "Callable[[ScriptedWorker, StartPrefill], Awaitable[bool]] | None" = None  # says that it computes nothing
     decodes_when_bound: bool = False  # for a decode worker that no prefill worker of this process can reach
     heard: list[CoordinatorMessage] = field(default_factory=list)
     refusals: list[Cause] = field(default_factory=list)
@@ -184,6 +185,8 @@ class ScriptedWorker:
                 pass
 
     async def _prefill(self, command: StartPrefill) -> None:
+        if self.crash is not None and await self.crash(self, command):
+            return
         row = make_row(command.request, command.request.num_known_tokens)
         await self.send(Prefilled(command.key, command.request.attempt, row, STATS))
         target = self.cluster.workers.get(command.target.name)
