@@ -39,7 +39,7 @@ def choose_prefill(
         view
         for view in _paired_prefill(decode, snapshot)
         if _slots_for(decode, view, snapshot) > 0
-        and _has_prefill_blocks(view, request)
+        and _has_prefill_blocks(decode, view, request, snapshot)
         and not (is_suspect and view.has_suspect)
     ]
     return min(candidates, key=_preference, default=None)
@@ -61,9 +61,17 @@ def worst_case_blocks(view: WorkerView) -> int:
     return sum(_num_blocks(row.max_kv_tokens, view) for row in view.assigned)
 
 
-def _has_prefill_blocks(view: WorkerView, request: Request) -> bool:
-    held = sum(_num_blocks(row.num_known_tokens, view) for row in view.assigned)
-    return held + _num_blocks(request.num_known_tokens, view) <= view.usable_blocks
+def _has_prefill_blocks(decode: WorkerView, prefill: WorkerView, request: Request, snapshot: ClusterSnapshot) -> bool:
+    """Whether the prompt fits beside all that the worker was given; one of several decode workers has a share, and one
+    request of it always fits, as the worker's own gate has it."""
+    needed = _num_blocks(request.num_known_tokens, prefill)
+    held = {row: _num_blocks(row.num_known_tokens, prefill) for row in prefill.assigned}
+    if sum(held.values()) + needed > prefill.usable_blocks:
+        return False
+    mine = [count for row, count in held.items() if row.decode == decode.worker]
+    if not mine or len(prefill.ready_pairs) < 2:
+        return True
+    return sum(mine) + needed <= snapshot.peer_share * prefill.usable_blocks
 
 
 def _num_blocks(num_tokens: int, view: WorkerView) -> int:

@@ -6,6 +6,7 @@ itself is the transfer thread's.
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from kvtransfer.commands import CrowdChanged
 from loopline.settings import peer_slots
@@ -53,10 +54,14 @@ class PushGate:
 
     def may_start(self, request_id: str, running: Collection[str], max_running: int, total_blocks: int) -> bool:
         """Does its peer leave room for others, if this request runs beside those that are `running`? One request for a
-        peer always may, however large; True for unknown requests, and where there is one peer only."""
+        peer always may, however large, and those for one peer start in their order; True for unknown requests, and
+        where there is one peer only."""
         target = self._targets.get(request_id)
         if target is None or self.num_peers < 2:
             return True
+        earlier = takewhile(lambda name: name != request_id, self._targets)
+        if any(self._targets[name].agent_name == target.agent_name and name not in running for name in earlier):
+            return False  # or small requests would pass a large one for ever
         beside = [other for name in running if (other := self._targets.get(name)) is not None]
         mine = [other.num_blocks for other in beside if other.agent_name == target.agent_name]
         if not mine:

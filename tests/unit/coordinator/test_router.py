@@ -166,6 +166,16 @@ def test_one_of_several_decode_workers_has_a_share_of_a_prefill_worker() -> None
     assert prefill_name(alone) == "prefill-0" and decode_name(alone) == "decode-0"
 
 
+def test_the_share_is_of_blocks_too() -> None:
+    one = (replace(for_decode("a", D0), num_known_tokens=400),)  # 25 of 64 blocks of 16 tokens
+    snapshot = replace(cluster(P0, D0, D1, table={P0.peer.worker: one}), peer_share=0.5)
+    assert prefill_name(snapshot, prompt=112) == "prefill-0"
+    assert prefill_name(snapshot, prompt=113) is None
+    assert prefill_name(replace(cluster(P0, D0, D1), peer_share=0.5), prompt=640) == "prefill-0"  # one always may
+    alone = replace(cluster(P0, D0, table={P0.peer.worker: one}), peer_share=0.5)
+    assert prefill_name(alone, prompt=113) == "prefill-0"
+
+
 def test_requests_that_wait_for_a_used_up_share_hold_back_nobody() -> None:
     waiting = tuple(assigned(f"w{number}", awaits=True) for number in range(6))
     table: Table = {P0.peer.worker: (for_decode("a", D0), for_decode("b", D0)), D0.peer.worker: waiting}

@@ -330,5 +330,20 @@ def test_a_single_peer_has_the_whole_worker() -> None:
     assert gate.may_start("t", ["r", "s"], 4, 20)
     gate.num_peers = 2
     assert not gate.may_start("t", ["r", "s"], 4, 60)  # slots
+    gate.leave("s")
     assert not gate.may_start("t", ["r"], 4, 20) and gate.may_start("t", ["r"], 4, 40)  # blocks
+    gate.leave("r")
     assert gate.may_start("t", [], 1, 1) and gate.may_start("unknown", ["r", "s"], 1, 1)
+
+
+def test_small_requests_do_not_pass_a_large_one_for_the_same_peer() -> None:
+    gate = PushGate()
+    gate.peer_share, gate.num_peers = 0.5, 2
+    for name, agent, num_blocks in (("running", "a", 10), ("large", "a", 45), ("small", "a", 5), ("other", "b", 45)):
+        gate.enter(name, agent, num_blocks)
+    assert not gate.may_start("large", ["running"], 8, 100)
+    assert not gate.may_start("small", ["running"], 8, 100)  # it came later
+    assert gate.may_start("other", ["running"], 8, 100)
+    gate.leave("running")
+    assert gate.may_start("large", [], 8, 100)
+    assert gate.may_start("small", ["large"], 8, 100)
