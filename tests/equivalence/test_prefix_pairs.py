@@ -15,6 +15,7 @@ from loopline.settings import EngineSettings
 from tests.property.test_worker_pair import Script
 from tests.support.golden import GOLDEN
 from tests.support.pair import BLOCK_SIZE, Pair, make_engines
+from tests.unit.worker.clocks import OwnClock
 
 NUMBERS = itertools.count()
 MOST_BLOCKS = 4
@@ -25,7 +26,7 @@ class WatchedPair(Pair):
     """A pair that remembers the chunks of prompts that either side computed."""
 
     def __init__(self, prefill_engine: Engine, decode_engine: Engine) -> None:
-        super().__init__(prefill_engine, decode_engine, name=f"prefix-pair{next(NUMBERS)}")
+        super().__init__(prefill_engine, decode_engine, name=f"prefix-pair{next(NUMBERS)}", clock=OwnClock())
         self.prefill_chunks: list[ChunkDone] = []
         self.decode_chunks: list[ChunkDone] = []
 
