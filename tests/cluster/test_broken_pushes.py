@@ -15,9 +15,10 @@ from coordinator.tracker import MAX_FRUITLESS_ATTEMPTS
 from loopline.client import WorkerInfo
 from loopline.engine.local import LocalEngine
 from loopline.errors import LooplineError
-from tests.cluster.test_faults import check_committed, faulty, ready
+from tests.cluster.test_faults import check_committed
 from tests.support.asking import Stream, alone, ask, prompt_of
 from tests.support.cluster import Cluster, wait_until
+from tests.support.faulty import faulty, is_ready
 
 BLOCK = 16
 NUM_CHUNKS = 4
@@ -107,7 +108,7 @@ def test_a_failed_push_holds_every_block_of_its_siblings(
     wait_until(lambda: cluster.workers()["prefill-0"].blocks.quarantined == NUM_CHUNKS, "all siblings have ended")
     pid = cluster.workers()["decode-0"].pid
     psutil.Process(pid).kill()
-    wait_until(lambda: ready(cluster, "decode-0", pid), "it was started again", RETURN_S)
+    wait_until(lambda: is_ready(cluster, "decode-0", pid), "it was started again", RETURN_S)
     cluster.wait_idle()
 
 

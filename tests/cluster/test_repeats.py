@@ -10,9 +10,10 @@ import pytest
 
 from loopline.engine.local import LocalEngine
 from loopline.faults import MESSAGES
-from tests.cluster.test_faults import check_committed, faulty
+from tests.cluster.test_faults import check_committed
 from tests.support.asking import Stream, alone, ask, prompt_of
 from tests.support.cluster import Cluster, wait_until
+from tests.support.faulty import faulty
 
 BLOCK, WORST_CASE_BLOCKS = 16, 3
 NUM_TOKENS = BLOCK * WORST_CASE_BLOCKS
