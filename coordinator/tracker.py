@@ -330,7 +330,7 @@ class Tracker:
         failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail)]
         if not is_free and life.delivered_in_attempt <= _FROM_PREFILL:
             life.fruitless_attempts += 1
-            life.is_suspect = life.is_suspect or (is_loss and life.state in _WITH_TOKENS)
+            life.is_suspect = life.is_suspect or is_loss
         if life.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:
             text = f"given up after {life.fruitless_attempts} attempts that {_GOT_NOWHERE}, the last one: {detail}"
             return [*failed, *self._close(life, Ending.GIVEN_UP, cancels, text)]

@@ -57,7 +57,7 @@ REQUESTS: list[tuple[str, dict[str, Any], str]] = [
     ("logprobs", {"token_ids": IDS, "sampling": {"logprobs": 99}}, "logprobs is 99"),
     ("text not UTF-8", {"text": b"caf\xe9"}, "UTF-8"),
     ("deadline 0", {"token_ids": IDS, "deadline_s": 0.0}, "deadline_s is 0"),
-    ("delivered everything", {"token_ids": IDS, "delivered_token_ids": [1, 2], "sampling": {"max_tokens": 2}}, "2"),
+    ("delivered too much", {"token_ids": IDS, "delivered_token_ids": [1, 2, 3], "sampling": {"max_tokens": 2}}, "3"),
 ]
 
 

@@ -64,7 +64,7 @@ HELP: dict[tuple[str, str], list[Fault]] = {
         {"worker": "decode-0", "do": "stop_polling", "at": 2, "times": 10_000, "seconds": 0.05}  # notices come late
     ],
     ("decode", "quarantined"): [
-        {"worker": f"prefill-{index}", "do": "fail_push", "at": at} for index in range(2) for at in range(5, 200, 7)
+        {"worker": f"prefill-{index}", "do": "fail_push", "at": at} for index in range(2) for at in range(5, 200, 10)
     ],
 }
 """What else must go wrong for a state to be reached."""

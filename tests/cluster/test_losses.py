@@ -98,6 +98,7 @@ def busiest(cluster: Cluster, role: str) -> WorkerInfo:
         return cluster.workers()[f"{role}-0"]
 
 
+@pytest.mark.soak  # test_handoff_states and test_storm kill and stop workers in every run
 @pytest.mark.parametrize(("role", "first_tokens"), [("prefill", 0), ("decode", 0), ("decode", 3)])
 def test_a_killed_worker_costs_no_token(
     cluster: Cluster, expected: list[tuple[int, ...]], role: str, first_tokens: int
@@ -112,6 +113,7 @@ def test_a_killed_worker_costs_no_token(
     wait_whole(cluster)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_stopped_worker_that_wakes_up_costs_no_token(
     cluster: Cluster, expected: list[tuple[int, ...]], role: str

@@ -64,6 +64,7 @@ def moves(folder: Path) -> list[str]:
     return re.findall(r"rebalance: (\w+) was the bottleneck [^;]*;[^;]*; from (.*)", text)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_a_worker_follows_the_load(long_prompts: list[Case], long_answers: list[Case], tmp_path: Path) -> None:
     launcher = {"rebalance": "auto", "rebalance_patience_s": 2.0}

@@ -190,6 +190,7 @@ def test_what_cannot_be_done_is_said(cluster: Cluster, load: ConstantLoad) -> No
     assert complaint("scale", "--decode", "5000").startswith("error: decode is 5000; allowed: 0 to 1000")
 
 
+@pytest.mark.soak  # test_returning_peers has one such drain in every run
 def test_a_prefill_worker_outlives_what_it_posted(tmp_path: Path) -> None:
     """Told to leave while one of its pushes takes long, it stays until that has arrived: nothing is handed over."""
     config = write_config(tmp_path / "cluster.yaml", MODELS / "tiny-ouro", prefill={"chunk_tokens": 16})

@@ -72,6 +72,7 @@ def case_of(request: Request, rows: Sequence[TokenRow]) -> Case:
     return Case(request.prompt_ids, params.max_tokens, params.temperature, params.seed, expected)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(400)
 def test_a_hundred_requests_among_faults(tmp_path: Path, cases: list[Case]) -> None:
     check_round(tmp_path, cases, num_requests=100, disturb_every=40, seed=0)
