@@ -109,7 +109,7 @@ def test_what_it_brings(rebalance: str, long_prompts: list[Case], long_answers: 
     config = write_config(tmp_path / "cluster.yaml", MODELS / "tiny-ouro", launcher=launcher, **GROUPS)
     with launched(config, tmp_path) as cluster:
         with TurningLoad(cluster, NUM_CLIENTS) as load:
-            for name, kind in (("long prompts", long_prompts), ("long answers", long_answers)) * 2:
+            for name, kind in (("long prompts", long_prompts), ("long answers", long_answers)):
                 load.turn(name, kind)
                 began_s = load.phases[-1].began_s
                 wait_until(lambda began_s=began_s: not _is_on(load, began_s), "the phase is over", 2 * PHASE_S)

@@ -49,12 +49,15 @@ def cluster(folder: Path, config: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def expected(cluster: Cluster) -> list[tuple[int, ...]]:
     """The tokens of an undisturbed run."""
+    return ask_at_once(cluster, [*CASES, LONG])
 
+
+def ask_at_once(cluster: Cluster, cases: list[Case]) -> list[tuple[int, ...]]:
     def answer(case: Case) -> tuple[int, ...]:
         return cluster.client.complete(case[0], max_tokens=case[1], ignore_eos=True).token_ids
 
-    with ThreadPoolExecutor(len(CASES) + 1) as pool:
-        return list(pool.map(answer, [*CASES, LONG]))
+    with ThreadPoolExecutor(len(cases)) as pool:
+        return list(pool.map(answer, cases))
 
 
 @pytest.fixture
@@ -98,13 +101,16 @@ def test_a_rolling_restart_costs_no_request(cluster: Cluster, load: ConstantLoad
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_scaling_up_and_down_costs_no_request(cluster: Cluster, load: ConstantLoad, role: str) -> None:
+def test_scaling_up_and_down_costs_no_request(
+    cluster: Cluster, expected: list[tuple[int, ...]], load: ConstantLoad, role: str
+) -> None:
     assert f"{role}: 2 -> 1" in operate(cluster, "scale", f"--{role}", "1")
     assert ready(cluster, role) == [f"{role}-0"]
     load.wait_answers(CLIENTS)
     assert f"{role}: 1 -> 3" in operate(cluster, "scale", f"--{role}", "3")
     assert ready(cluster, role) == [f"{role}-{index}" for index in range(3)]
-    wait_until(lambda: cluster.workers()[f"{role}-2"].step > 0, "the new worker gets work", RETURN_S)
+    assert ask_at_once(cluster, CASES * 2) == expected[: len(CASES)] * 2  # more than the first two workers would get
+    wait_until(lambda: cluster.workers()[f"{role}-2"].step > 0, "the new worker gets work")
     assert f"{role}: 3 -> 1" in operate(cluster, "scale", f"--{role}", "1")
     assert ready(cluster, role) == [f"{role}-0"]
     launcher = cluster.client.status().launcher

@@ -22,8 +22,7 @@ from tests.support.storm import SETTLE_S, Losses, Streams, Striker, Tally
 logger = logging.getLogger(__name__)
 TEXT = (MODELS / "train_tiny.py").read_bytes()
 NUM_STREAMS = 32
-MOST_TOKENS = 300
-NUM_CASES = 12
+NUM_CASES = 8
 STRIKE_EVERY_S = 8.0
 LEASE_S = 3.0
 SEEN_WITHIN_S = 2 * (LEASE_S + 1.0)
@@ -38,26 +37,25 @@ GROUPS: dict[str, dict[str, object]] = {
 """The shape of configs/local-cpu-2p2d.yaml."""
 
 
-@pytest.fixture(scope="module")
-def cases(ouro_engine: LocalEngine) -> list[Case]:
+def cases_of(engine: LocalEngine, max_tokens: int) -> list[Case]:
     """Greedy and sampled answers in turn, and what one engine without a cluster answers."""
     generator = random.Random(5)
     requests = []
     for number in range(NUM_CASES):
         start, length = generator.randrange(len(TEXT) - 100), generator.randrange(20, 100)
         params = SamplingParams(
-            loops=ouro_engine.spec.default_loops,
+            loops=engine.spec.default_loops,
             stop_ids=(),
-            max_tokens=MOST_TOKENS,
+            max_tokens=max_tokens,
             temperature=0.8 * (number % 2),
             seed=generator.randrange(2**32),
         )
         requests.append(Request(request_id=str(number), prompt_ids=tuple(TEXT[start : start + length]), params=params))
-    rows = ouro_engine.generate_all(requests)
+    rows = engine.generate_all(requests)
     return [
         Case(
             request.prompt_ids,
-            MOST_TOKENS,
+            max_tokens,
             request.params.temperature,
             request.params.seed,
             tuple(row.token_id for row in rows[request.request_id] if row.token_id is not None),
@@ -67,15 +65,15 @@ def cases(ouro_engine: LocalEngine) -> list[Case]:
 
 
 @pytest.mark.timeout(400)
-def test_a_storm_costs_no_token(tmp_path: Path, cases: list[Case]) -> None:
-    """Each worker's kind is killed and stopped."""
-    check_storm(tmp_path, cases, num_blows=4)
+def test_a_storm_costs_no_token(tmp_path: Path, ouro_engine: LocalEngine) -> None:
+    """Each kind of worker is killed and stopped."""
+    check_storm(tmp_path, cases_of(ouro_engine, max_tokens=100), num_blows=4)
 
 
 @pytest.mark.soak
-def test_a_long_storm_costs_no_token(tmp_path: Path, cases: list[Case]) -> None:
+def test_a_long_storm_costs_no_token(tmp_path: Path, ouro_engine: LocalEngine) -> None:
     """Three minutes of it."""
-    check_storm(tmp_path, cases, num_blows=22)
+    check_storm(tmp_path, cases_of(ouro_engine, max_tokens=300), num_blows=22)
 
 
 @dataclass(frozen=True)
