@@ -328,7 +328,7 @@ class Tracker:
         cancels = self._cancels(life, cause, but=worker)
         is_free = cause in _FREE_REFUSALS
         failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail)]
-        if not is_free and life.delivered_in_attempt <= _FROM_PREFILL:
+        if not is_free and life.delivered_in_attempt <= (_FROM_PREFILL if is_loss else 0):
             life.fruitless_attempts += 1
             life.is_suspect = life.is_suspect or is_loss
         if life.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:
