@@ -79,6 +79,7 @@ class Life:
     decode: Peer | None = None
     prefill: Peer | None = None
     handoff_open: bool = False  # the decode worker has not shown that it has the whole handoff
+    writer_left: bool = False  # the prefill worker has drained and gone while `handoff_open`
     prefill_running: bool = False  # the prefill worker computes, or is about to
     fruitless_attempts: int = 0  # in a row: those in which no decode worker computed a token
     is_suspect: bool = False  # the last of these ended with the loss of a worker
@@ -136,7 +137,7 @@ class Life:
             if peer is not None and peer.name not in self.earlier_workers:
                 self.earlier_workers.append(peer.name)
         self.decode = self.prefill = None
-        self.handoff_open = self.prefill_running = False
+        self.handoff_open = self.prefill_running = self.writer_left = False
         self.sound_at_s.clear()
 
     def usage(self) -> Usage:

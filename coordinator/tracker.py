@@ -217,15 +217,19 @@ class Tracker:
         life = self._current(worker, message.key)
         if life is None:
             return []
-        return self._refused(life, worker, message.cause, message.detail)
+        is_of_leaving = life.writer_left and life.is_decode(worker) and message.cause is Cause.PEER_LOST
+        return self._refused(life, worker, Cause.DRAINING if is_of_leaving else message.cause, message.detail)
 
     def on_worker_lost(self, worker: WorkerId, name: str, *, left: bool = False) -> list[Effect]:
         """Restart elsewhere everything that `worker` may hold something of, oldest first. `left`: it drained, and what
-        it handed over is not to blame for that."""
+        it handed over is not to blame for that. A decode worker most likely has all of a prompt that such a worker had
+        computed, and if not says so when it hears who is gone."""
         cause = Cause.DRAINING if left else Cause.PEER_LOST
         effects: list[Effect] = []
         for life in list(self._lives.values()):
-            if worker in life.holders() or (life.is_prefill(worker) and life.prefill_running):
+            if left and life.is_prefill(worker) and life.handoff_open and not life.prefill_running:
+                life.writer_left = True
+            elif worker in life.holders() or (life.is_prefill(worker) and life.prefill_running):
                 effects += self._restart(life, worker, cause, f"worker {name} was lost", is_loss=True)
         return effects
 

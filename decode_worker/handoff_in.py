@@ -118,7 +118,7 @@ class HandoffIn:
             case WriterClosed(key, writer, state):
                 self._carry_out(self._table.writer_closed(key, writer, state))
             case PeerGone(worker, proven):
-                self._carry_out(self._table.worker_gone(worker, proven))
+                self._writer_gone(self._table.worker_gone(worker, proven))
             case Quiesced(worker):
                 self._carry_out(self._table.quiesced(worker))
             case CoordinatorLost():
@@ -228,6 +228,15 @@ class HandoffIn:
         running = self._running.get(key.request_id)
         if running is not None and running.generation <= key.generation:
             self._end_running(running)
+
+    def _writer_gone(self, effects: Iterable[ReceiveEffect]) -> None:
+        """The coordinator leaves it to this worker which handoffs of a writer that left in order are whole."""
+        effects = tuple(effects)
+        self._carry_out(effects)
+        for effect in effects:
+            if isinstance(effect, GaveUp):
+                detail = "the prefill worker has gone before all of it was here"
+                self._ports.to_coordinator(RequestFailed(effect.key, Cause.PEER_LOST, detail))
 
     def _is_live(self, key: HandoffKey) -> bool:
         return key in self._reserved or self._running.get(key.request_id) == key

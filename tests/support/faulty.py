@@ -36,12 +36,12 @@ def faulty(folder: Path, *faults: Fault, **groups: dict[str, object]) -> Iterato
 
 def answers_alone(engine: LocalEngine, cases: Sequence[Case]) -> list[tuple[int, ...]]:
     """What one engine without a cluster answers."""
-    answers = []
-    for prompt, count in cases:
+    requests = []
+    for number, (prompt, count) in enumerate(cases):
         params = SamplingParams(loops=engine.spec.default_loops, stop_ids=(), max_tokens=count)
-        rows = engine.generate(Request(request_id="alone", prompt_ids=prompt, params=params))
-        answers.append(tuple(row.token_id for row in rows if row.token_id is not None))
-    return answers
+        requests.append(Request(request_id=str(number), prompt_ids=prompt, params=params))
+    rows = engine.generate_all(requests)  # together: a row's tokens do not depend on those beside it
+    return [tuple(row.token_id for row in rows[each.request_id] if row.token_id is not None) for each in requests]
 
 
 def ask(cluster: Cluster, case: Case, deadline_s: float = RETURN_S) -> tuple[int, ...]:

@@ -229,6 +229,25 @@ def test_workers_that_drained_cost_no_attempt() -> None:
         assert tracker.request("r1").attempt == generation + 1  # it may have computed: what it said is of another try
 
 
+def test_what_a_prefill_worker_computed_before_it_drained_goes_on_where_it_is() -> None:
+    bench = Bench().to_decoding()  # the decode worker has said nothing of it
+    assert bench.tracker.on_worker_lost(P.worker, "prefill-0", left=True) == []
+    bench.tracker.on_step_tokens(D.worker, step(row("r1", 5, 50)))
+    token = row("r1", 6, 51)
+    assert bench.tracker.on_step_tokens(D.worker, step(token)) == [Deliver("r1", token)]
+
+
+def test_what_had_not_arrived_of_it_starts_again_and_costs_no_attempt() -> None:
+    tracker = Bench(max_tokens=50).tracker
+    for number in range(1, 2 * MAX_FRUITLESS_ATTEMPTS):
+        attempt(tracker, number, 4 + number, count=1)
+        assert tracker.on_worker_lost(P.worker, "prefill-0", left=True) == []
+        effects = tracker.on_request_failed(D.worker, failed("r1", Cause.PEER_LOST, number))
+        assert effects[-1] == Requeue("r1") and not tracker.is_suspect("r1")
+        assert not any(isinstance(effect, AttemptFailed) for effect in effects)
+    tracker.cancel("r1")
+
+
 def attempt(tracker: Tracker, number: int, position: int, count: int) -> None:
     """One attempt as far as its first `count` tokens."""
     tracker.reserve("r1", D)

@@ -216,6 +216,14 @@ def test_writers_are_asked_again_until_they_have_closed(pair: Pair) -> None:
     assert pair.channels.closes == []
 
 
+def test_the_coordinator_hears_of_what_a_gone_writer_left_unfinished_and_of_nothing_else(pair: Pair) -> None:
+    grant(pair)
+    for proven in (False, True):
+        pair.decode.handle(PeerGone(pair.prefill_peer.worker, proven=proven))
+    (said,) = [each for each in pair.channels.from_decode if isinstance(each, RequestFailed)]
+    assert (said.key, said.cause) == (KEY, Cause.PEER_LOST)
+
+
 def test_a_gone_writer_is_not_asked_but_polled_to_quiescence(pair: Pair) -> None:
     clock = pair.clock
     assert isinstance(clock, OwnClock)
