@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
 from coordinator.leases import LeaseTimer
-from coordinator.metrics import CoordinatorMetrics, LossReason
+from coordinator.metrics import CoordinatorMetrics
 from coordinator.queue import RequestQueue
 from coordinator.readiness import Readiness
-from coordinator.registry import Refused, Registry
+from coordinator.registry import LossReason, Refused, Registry
 from coordinator.reply_watch import ReplyWatch
 from coordinator.router import choose_decode, choose_prefill
 from coordinator.snapshot import Backlog, ClusterSnapshot
@@ -213,11 +213,6 @@ class Dispatcher:
             for worker in self._registry.lives_with(process):
                 self.lose(worker, LossReason.REAPED)
             self._carry_out(self._registry.prove(process))
-
-    def on_exit(self, name: str, pid: int, host: str) -> None:
-        """A launcher reaped the process that it had started under this name at this host."""
-        for worker in self._registry.lives_of(name, pid, host):
-            self.lose(worker, LossReason.REAPED)
 
     def on_message(self, worker: WorkerId, message: WorkerMessage, coordinator_epoch: int) -> None:
         """Take one message of an attached worker; of another epoch or a lost worker: ignored and counted."""

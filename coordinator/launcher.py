@@ -227,7 +227,7 @@ class LocalLauncher:
             if exit_status > 0 and not self._has_served:
                 self._fail(OperatorError(child.describe_end()))
                 return
-            await self._report_exit(child, exit_status)
+            await self._report_exit(child, exit_status, process)
             if self._config.launcher.restart == "never":
                 break
             if exit_status == 0 or loop.time() - started_s >= _SETTLED_S:  # 0: it was told to drain
@@ -247,15 +247,10 @@ class LocalLauncher:
         self._faulted.add(name)
         return arguments
 
-    async def _report_exit(self, child: Child, exit_status: int) -> None:
-        """The proof that this process can write no more: said until it is answered, or until all is stopped.
-
-        The worker is not started again before, so name, process id and host stand for one process only.
-        """
+    async def _report_exit(self, child: Child, exit_status: int, process: str) -> None:
+        """The proof that this process can write no more: said until it is answered, or until all is stopped."""
         stub: Any = cluster_pb2_grpc.ClusterStub
-        message = cluster_pb2.WorkerExit(
-            pid=child.pid, exit_status=exit_status, name=child.name, host=self._config.launcher.host
-        )
+        message = cluster_pb2.WorkerExit(pid=child.pid, exit_status=exit_status, name=child.name, uuid=process)
         async with open_channel(self.address) as channel:
             while not self._stopping.is_set():
                 try:

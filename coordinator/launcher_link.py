@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from coordinator.duplex import own_faults, until_one_ends
 from loopline.messages import LauncherReport, Wanted, WorkerCounts
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
@@ -19,7 +20,6 @@ from loopline.wire.channel import open_channel
 _LOG = logging.getLogger(__name__)
 _RETRY_S = 0.2
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
-_STREAM_ENDED = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)
 
 
 class Keeper(Protocol):
@@ -86,17 +86,13 @@ async def _attach_once(channel: grpc.aio.Channel, keeper: Keeper) -> str:
             await call.write(convert.to_proto(keeper.report(revision)))
             await keeper.changed.wait()
 
-    tasks = asyncio.ensure_future(read()), asyncio.ensure_future(write())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ends = await until_one_ends(read(), write())
     finally:
-        for task in tasks:
-            task.cancel()
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
         call.cancel()
+    for fault in own_faults(ends):
+        raise fault
     for end in ends:
         if isinstance(end, grpc.aio.AioRpcError):
             return f"{end.code().name} {end.details()}"
-        if isinstance(end, Exception) and not isinstance(end, _STREAM_ENDED):
-            raise end
     return "its stream ended"

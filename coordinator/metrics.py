@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from coordinator.effects import Ending
+from coordinator.registry import LossReason
 from loopline.errors import AddressInUse
 from loopline.identity import Cause, Role
 from loopline.wire.channel import join_address
@@ -21,21 +22,12 @@ from loopline.wire.channel import join_address
 _LOG = logging.getLogger(__name__)
 
 
-class LossReason(StrEnum):
-    """How the coordinator came to count a worker as lost."""
-
-    REAPED = "reaped"  # its launcher saw its process end
-    LEASE = "lease"  # it was silent for a whole lease
-    STREAM = "stream"  # its stream ended, and it was not draining
-    REPLACED = "replaced"  # another took its name
-
-
 class CoordinatorMetrics:
     """All counts of one coordinator, in a registry of its own. Every label value exists from the start, at zero."""
 
     def __init__(self, ignored: Mapping[Cause, int]) -> None:
         """`ignored`: what the tracker counts; read at a scrape."""
-        self._registry = CollectorRegistry()
+        self.registry = CollectorRegistry()
         self._requests = self._counter("loopline_requests", "Requests that ended, by how.", "ending", Ending)
         what = "Attempts at a request that workers could not finish, by why."
         self._failed_attempts = self._counter("loopline_failed_attempts", what, "cause", Cause)
@@ -43,7 +35,7 @@ class CoordinatorMetrics:
         self._lost_workers = self._counter("loopline_lost_workers", what, "reason", LossReason)
         what = "Workers that were moved from one role to the other, by the role that got one."
         self._rebalances = self._counter("loopline_rebalances", what, "to", Role)
-        self._registry.register(_Ignored(ignored))
+        self.registry.register(_Ignored(ignored))
 
     def ended(self, ending: Ending) -> None:
         self._requests.labels(ending).inc()
@@ -57,18 +49,10 @@ class CoordinatorMetrics:
     def rebalanced(self, to: Role) -> None:
         self._rebalances.labels(to).inc()
 
-    def value(self, name: str, label: str) -> float:
-        """One series of a counter: `name` as a scrape shows it, `label` the value of its one label."""
-        for family in self._registry.collect():
-            for sample in family.samples:
-                if sample.name == name and label in sample.labels.values():
-                    return sample.value
-        raise KeyError(f"no series {name} with {label}")
-
     def serve(self, host: str, port: int) -> int:
         """Answer scrapes at /metrics from a thread of its own; the port. Raises AddressInUse."""
         try:
-            server, _ = start_http_server(port, host, registry=self._registry)
+            server, _ = start_http_server(port, host, registry=self.registry)
         except OSError as error:
             text = f"telemetry.metrics_port is {port}: {host}:{port} cannot be listened on: {error.strerror}"
             raise AddressInUse(text) from None
@@ -76,7 +60,7 @@ class CoordinatorMetrics:
         return int(server.server_port)
 
     def _counter(self, name: str, what: str, label: str, values: type[StrEnum]) -> Counter:
-        counter = Counter(name, what, [label], registry=self._registry)
+        counter = Counter(name, what, [label], registry=self.registry)
         for value in values:
             counter.labels(value.value)
         return counter

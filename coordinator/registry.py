@@ -7,10 +7,11 @@ and for all: when its process (or another) comes back, it is a new WorkerId.
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from coordinator.effects import Assigned, Send
 from coordinator.life import Books
-from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, host_of, is_loopback
+from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, is_loopback
 from loopline.errors import OperatorError
 from loopline.identity import LAST_EPOCH, Capacity, Role, WorkerId, WorkerLoad, WorkerState
 from loopline.messages import Drain, Heartbeat, Pair, PairFailed, PairReady, PeerGone, Register
@@ -18,6 +19,15 @@ from loopline.messages import Drain, Heartbeat, Pair, PairFailed, PairReady, Pee
 _LOG = logging.getLogger(__name__)
 _PROOFS_KEPT = 256
 _LOST_KEPT = 64  # lost workers that a proof of their end may still come for
+
+
+class LossReason(StrEnum):
+    """How the coordinator came to count a worker as lost."""
+
+    REAPED = "reaped"  # its launcher saw its process end
+    LEASE = "lease"  # it was silent for a whole lease
+    STREAM = "stream"  # its stream ended, and it was not draining
+    REPLACED = "replaced"  # another took its name
 
 
 @dataclass(frozen=True)
@@ -189,17 +199,6 @@ class Registry:
         """Lives of this process that are not yet known to be over."""
         members = [*self._alive.values(), *self._lost.values()]
         return [member.worker for member in members if member.worker.uuid == uuid and not member.proven]
-
-    def lives_of(self, name: str, pid: int, host: str) -> list[WorkerId]:
-        """Lives of the one process with this name and id at this host, those that are not yet known to be over."""
-        members = [*self._alive.values(), *self._lost.values()]
-        return [
-            member.worker
-            for member in members
-            if not member.proven
-            and (member.register.peer.name, member.register.pid) == (name, pid)
-            and host_of(member.register.peer.address) == host
-        ]
 
     def expired(self, now_s: float) -> list[WorkerId]:
         """Living workers whose lease ran out."""

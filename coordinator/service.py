@@ -14,11 +14,11 @@ import grpc
 import grpc.aio
 
 from coordinator.dispatcher import Dispatcher
+from coordinator.duplex import own_faults, until_one_ends
 from coordinator.effects import Ending, Outcome
 from coordinator.fleet import Fleet, LauncherStream
 from coordinator.intake import Intake, Submission
-from coordinator.metrics import LossReason
-from coordinator.registry import Refused
+from coordinator.registry import LossReason, Refused
 from coordinator.render import (
     accepted_event,
     chunk_event,
@@ -38,7 +38,6 @@ from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, 
 
 _LOG = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
-_STREAM_ENDED = (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError)  # what gRPC says of a call that is over
 
 
 @dataclass(frozen=True)
@@ -153,26 +152,20 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             await context.write(convert.wrap_coordinator_message(rejected, self._dispatcher.epoch))
             return
         worker = register.peer.worker
-        tasks = (
-            asyncio.ensure_future(self._write_commands(stream, context)),
-            asyncio.ensure_future(self._read_messages(worker, context)),
-        )
         why = ""
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            faults = [fault for task in done if (fault := _own_fault(task)) is not None]
-            for fault in faults:
+            ends = await until_one_ends(self._write_commands(stream, context), self._read_messages(worker, context))
+            for fault in own_faults(ends):
                 why = "this coordinator failed on its stream, which is a bug"
                 _LOG.error("the stream of worker %s failed here", register.peer.name, exc_info=fault)
         finally:
             self._dispatcher.lose(worker, LossReason.STREAM, why)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ReportExit(self, message: Any, context: Context) -> Any:
         _LOG.warning("%s (pid %d) was reaped with exit status %d", message.name, message.pid, message.exit_status)
-        self._dispatcher.on_exit(message.name, message.pid, message.host)
+        if not message.uuid:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "uuid is empty; needed: who the process was")
+        self._dispatcher.on_ended((message.uuid,))
         return cluster_pb2.WorkerExitAnswer()
 
     async def AttachLauncher(self, messages: AsyncIterator[Any], context: Context) -> None:
@@ -185,19 +178,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except (ValueError, AttributeError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"not a launcher's report: {error}")
-        tasks = (
-            asyncio.ensure_future(self._write_wanted(stream, context)),
-            asyncio.ensure_future(self._read_reports(stream, context)),
-        )
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for fault in (fault for task in done if (fault := _own_fault(task)) is not None):
+            ends = await until_one_ends(self._write_wanted(stream, context), self._read_reports(stream, context))
+            for fault in own_faults(ends):
                 _LOG.error("the stream of the launcher for %s failed here", report.host, exc_info=fault)
         finally:
             self._fleet.detach(stream)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _first_message(self, context: Context) -> Register:
         envelope = await context.read()
@@ -231,9 +217,3 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
                 self._dispatcher.count_garbage()
             else:
                 self._dispatcher.on_message(worker, message, epoch)
-
-
-def _own_fault(task: "asyncio.Future[None]") -> BaseException | None:
-    """What broke in this process; None where the stream merely ended, in order or not."""
-    fault = None if task.cancelled() else task.exception()
-    return None if isinstance(fault, _STREAM_ENDED) else fault

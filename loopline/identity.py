@@ -153,7 +153,7 @@ class BudgetCounts:
 
 @dataclass(frozen=True)
 class WorkerLoad:
-    """A worker's state in a heartbeat; room is derived from this and from nothing else."""
+    """A worker's state in a heartbeat. Room is this, less what the coordinator has given to the worker since."""
 
     step: int  # the engine's step counter: a hung engine is seen by it
     busy: bool  # the engine has work, so `step` should move

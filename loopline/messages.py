@@ -41,7 +41,7 @@ class Register:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Keeps the lease; sent every third of it, and when the load changes to or from nothing.
+    """Keeps the lease; sent every third of it, and when an idle engine's blocks, requests or handoffs have changed.
 
     `lag_s`: how long ago the engine thread had handled everything that had come to it. `load` is not older than that,
     and the answers to what had come by then are on their way, if not here."""

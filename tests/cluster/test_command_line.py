@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.cluster import wait_until
+
 ROOT = Path(__file__).parents[2]
 LOOPLINE = str(Path(sys.executable).parent / "loopline")
 MODEL = ROOT / "configs/models/tiny-ouro"
@@ -37,11 +39,8 @@ def _loopline(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedPr
 
 
 def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
-    end_s = time.monotonic() + READY_S
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end_s, f"no {path} after {READY_S} s"
-        time.sleep(0.05)
+    wait_until(lambda: path.exists() or process.poll() is not None, f"{path} is there", READY_S)
+    assert process.poll() is None, process.communicate()[1]
 
 
 def _launch(folder: Path, *, lines: str = "") -> Cluster:

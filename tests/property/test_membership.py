@@ -144,7 +144,7 @@ class MembershipMachine(RuleBasedStateMachine):
             process.detach(is_noticed=is_noticed)
             told = self.coordinators[:1] if is_reported_late else self.coordinators
             for coordinator in told:
-                coordinator.dispatcher.on_exit(process.name, process.pid, "127.0.0.1")
+                coordinator.dispatcher.on_ended([process.uuid])
             process.pid += len(NAMES)
             process.life = 0
             process.is_hung = False

@@ -11,7 +11,9 @@ RETURN_S = 60.0
 
 
 def prompt_of(number: int, length: int) -> tuple[int, ...]:
-    return tuple(TEXT[61 * number : 61 * number + length])
+    """Text from another place for each number; after many of them from the beginning again."""
+    start = 61 * number % (len(TEXT) - length)
+    return tuple(TEXT[start : start + length])
 
 
 def alone(engine: LocalEngine, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:

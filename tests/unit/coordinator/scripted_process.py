@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import os
 import sys
-import uuid
 from dataclasses import dataclass, field
 
 from loopline.identity import Role
@@ -39,7 +38,7 @@ async def main() -> None:
         role,
         Place(options.coordinator),
         pid=os.getpid(),
-        uuid=str(uuid.uuid4()),
+        uuid=options.uuid,
         host=options.host,
         decodes_when_bound=True,
     )

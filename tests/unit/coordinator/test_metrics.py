@@ -4,7 +4,8 @@ import urllib.request
 import pytest
 
 from coordinator.effects import Ending
-from coordinator.metrics import CoordinatorMetrics, LossReason
+from coordinator.metrics import CoordinatorMetrics
+from coordinator.registry import LossReason
 from loopline.errors import AddressInUse
 from loopline.identity import Cause
 

@@ -33,8 +33,9 @@ def test_a_prefill_worker_with_nothing_to_do_becomes_a_decode_worker(caplog: pyt
             for answer in answers:
                 await answer.whole()
                 assert answer.failure is None
-        assert cluster.dispatcher.metrics.value("loopline_rebalances_total", "decode") == 1
-        assert cluster.dispatcher.metrics.value("loopline_rebalances_total", "prefill") == 0
+        value = cluster.dispatcher.metrics.registry.get_sample_value
+        assert value("loopline_rebalances_total", {"to": "decode"}) == 1
+        assert value("loopline_rebalances_total", {"to": "prefill"}) == 0
 
     run(script)
     (line,) = (line for line in caplog.messages if line.startswith("rebalance"))

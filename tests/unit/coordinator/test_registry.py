@@ -115,9 +115,9 @@ def test_a_loss_is_told_to_the_other_role_and_again_with_its_proof() -> None:
     assert states(registry)["prefill-0"] is WorkerState.LOST
     assert states(registry)["decode-0"] is WorkerState.STARTING
     assert registry.lose(P.peer.worker, proven=False) == []
-    assert registry.lives_of("prefill-0", 10, HOST) == [P.peer.worker]
+    assert registry.lives_with("uuid-prefill-0") == [P.peer.worker]
     assert registry.lose(P.peer.worker, proven=True) == [Send(D.peer.worker, PeerGone(P.peer.worker, True))]
-    assert registry.lives_of("prefill-0", 10, HOST) == []
+    assert registry.lives_with("uuid-prefill-0") == []
     assert registry.lose(P.peer.worker, proven=True) == []
 
 
@@ -154,7 +154,7 @@ def test_who_drained_has_left_and_is_not_lost() -> None:
     registry.heartbeat(D.peer.worker, heartbeat(draining=True), 1.0)
     registry.lose(D.peer.worker, proven=False)
     assert list(states(registry)) == ["prefill-0"]
-    assert registry.lives_of("decode-0", 11, HOST) == [D.peer.worker]
+    assert registry.lives_with("uuid-decode-0") == [D.peer.worker]
 
 
 def test_an_ordered_drain_begins_at_once_and_lasts() -> None:
@@ -180,13 +180,14 @@ def test_who_hangs_while_draining_is_lost() -> None:
     assert states(registry)["decode-0"] is WorkerState.LOST
 
 
-def test_only_name_process_id_and_host_together_prove_an_end() -> None:
+def test_an_end_is_that_of_one_process_in_all_its_lives() -> None:
     registry = Registry(3.0)
-    far = register("decode-1", Role.DECODE, pid=11, host="10.0.0.7")
-    joined(registry, D, far)
-    assert registry.lives_of("decode-0", 11, HOST) == [D.peer.worker]
-    assert registry.lives_of("decode-1", 11, "10.0.0.7") == [far.peer.worker]
-    assert registry.lives_of("decode-1", 11, HOST) == registry.lives_of("decode-0", 10, HOST) == []
+    later = register("decode-0", Role.DECODE, epoch=2)
+    joined(registry, D, register("decode-1", Role.DECODE))
+    registry.lose(D.peer.worker, proven=False)
+    joined(registry, later)
+    assert registry.lives_with("uuid-decode-0") == [later.peer.worker, D.peer.worker]
+    assert registry.lives_with("uuid-decode-7") == []
 
 
 def test_who_joins_hears_which_of_its_peers_are_proven_gone() -> None:
@@ -213,7 +214,7 @@ def test_proven_ends_are_forgotten_before_those_that_need_a_proof() -> None:
         other = register(f"decode-{number}", Role.DECODE)
         joined(registry, other)
         registry.lose(other.peer.worker, proven=True)
-    assert registry.lives_of("prefill-0", 10, HOST) == [P.peer.worker]
+    assert registry.lives_with("uuid-prefill-0") == [P.peer.worker]
 
 
 @pytest.mark.parametrize("field", ["block_size", "total_blocks", "max_running", "token_bytes"])

@@ -283,14 +283,12 @@ def test_a_reaped_process_is_told_as_proof() -> None:
         prefill, decode = await cluster.pair()
         stub: Any = cluster_pb2_grpc.ClusterStub
         async with open_channel(cluster.address) as channel:
-            exit_of = partial(
-                cluster_pb2.WorkerExit, pid=decode.register.pid, exit_status=-9, name="decode-0", host="127.0.0.1"
-            )
-            for other in ({"name": "decode-7"}, {"pid": 1}, {"host": "10.0.0.7"}):  # another host's, or another's
-                await stub(channel).ReportExit(exit_of(**other))
+            exit_of = partial(cluster_pb2.WorkerExit, pid=decode.register.pid, exit_status=-9, name="decode-0")
+            await stub(channel).ReportExit(exit_of(uuid="another"))  # the same name and process id, elsewhere
             assert cluster.dispatcher.readiness.serving
-            await stub(channel).ReportExit(exit_of())
-        await until(lambda: any(gone.proven for gone in prefill.heard_of(PeerGone)), "proof")
+            await stub(channel).ReportExit(exit_of(uuid=decode.register.peer.worker.uuid))
+        proven = PeerGone(decode.worker, proven=True)
+        await until(lambda: proven in prefill.heard_of(PeerGone), "proof")
         assert not cluster.dispatcher.readiness.serving
 
     run(script)

@@ -431,16 +431,16 @@ class CoordinatorMessage(_message.Message):
     def __init__(self, coordinator_epoch: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pair: _Optional[_Union[Pair, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., bind: _Optional[_Union[Bind, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
 
 class WorkerExit(_message.Message):
-    __slots__ = ("pid", "exit_status", "name", "host")
+    __slots__ = ("pid", "exit_status", "name", "uuid")
     PID_FIELD_NUMBER: _ClassVar[int]
     EXIT_STATUS_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
+    UUID_FIELD_NUMBER: _ClassVar[int]
     pid: int
     exit_status: int
     name: str
-    host: str
-    def __init__(self, pid: _Optional[int] = ..., exit_status: _Optional[int] = ..., name: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
+    uuid: str
+    def __init__(self, pid: _Optional[int] = ..., exit_status: _Optional[int] = ..., name: _Optional[str] = ..., uuid: _Optional[str] = ...) -> None: ...
 
 class WorkerExitAnswer(_message.Message):
     __slots__ = ()
