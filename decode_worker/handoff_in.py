@@ -210,7 +210,7 @@ class HandoffIn:
         blocks = f"blocks {part.first_block} to {part.first_block + part.num_blocks - 1}"
         detail = f"push {part.seq} ({blocks} of the request) arrived with other bytes than were sent"
         logger.error("generation %d: %s", key.generation, detail, extra=about(key.request_id))
-        self._carry_out(self._table.push_corrupted(key))
+        self._carry_out(self._table.push_corrupted(notice))
         self._ports.to_coordinator(RequestFailed(key, Cause.CORRUPTED, detail))
 
     def _committed(self, received: CommitReceived) -> None:

@@ -227,10 +227,12 @@ class ReceiveTable:
             return ()
         return handoff.block_ids[handoff.span(notice.range)]
 
-    def push_corrupted(self, key: HandoffKey) -> tuple[ReceiveEffect, ...]:
+    def push_corrupted(self, notice: PushNotice) -> tuple[ReceiveEffect, ...]:
         """Blocks of this push, one that `landing_blocks` named, hold other bytes than were sent: instead of
-        `push_arrived`. The handoff is given up; what writes there is not known, so these blocks are quarantined too."""
-        handoff = self._handoffs[key]
+        `push_arrived`. The handoff is given up; what writes there is not known, so these blocks are quarantined too,
+        and the same notice again does not free them."""
+        handoff = self._handoffs[notice.key]
+        handoff.arrived[notice.range.seq] = notice.range
         self._ignored.ignore(Cause.CORRUPTED)
         return tuple(self._give_up(handoff, Cause.CORRUPTED))
 

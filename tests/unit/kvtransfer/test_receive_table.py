@@ -67,7 +67,7 @@ def test_a_corrupted_push_is_not_counted_on_and_its_blocks_wait_for_the_writer(i
     if is_committed:
         assert table.committed(commit(FIRST, SECOND)) == CommitTaken(KEY)
     assert table.landing_blocks(agent, PushNotice(KEY, SECOND)) == (3,)
-    assert table.push_corrupted(KEY) == (
+    assert table.push_corrupted(PushNotice(KEY, SECOND)) == (
         GaveUp(KEY, Cause.CORRUPTED),
         FreeBlocks(KEY, (7, 8, 9)),
         Quarantine(KEY, (3,), WRITER),
@@ -75,6 +75,7 @@ def test_a_corrupted_push_is_not_counted_on_and_its_blocks_wait_for_the_writer(i
     )
     assert table.ignored() == (("corrupted", 1),)
     assert table.landing_blocks(agent, PushNotice(KEY, SECOND)) == ()
+    assert arrive(table, SECOND) == (Ignored(Cause.DUPLICATE),)  # the same notice again
     assert table.writer_closed(KEY, WRITER.worker, CloseState.CLOSED) == (FreeQuarantined(KEY, (3,)),)
     assert table.landing_blocks(agent, PushNotice(KEY, SECOND)) == ()
 
