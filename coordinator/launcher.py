@@ -181,7 +181,18 @@ class LocalLauncher:
         return await self._start("coordinator", "coordinator", arguments)
 
     async def _start(self, name: str, module: str, arguments: list[str]) -> Child:
-        child = await start_child(name, module, arguments, self._run_dir / f"{name}.log")
+        """Raises OperatorError where no process can be had; once the cluster has served that may pass, and is tried
+        again until all is stopped."""
+        while True:
+            try:
+                child = await start_child(name, module, arguments, self._run_dir / f"{name}.log")
+                break
+            except OSError as error:
+                failure = OperatorError(f"{name} cannot be started: {error}")
+            if not self._has_served or self._stopping.is_set():
+                raise failure
+            _LOG.error("%s; tried again", failure)
+            await self._unless_stopped(_BACKOFF_FIRST_S)
         self._children[name] = child
         if self._stopping.is_set():  # whoever ends the children has not seen this one
             child.kill()

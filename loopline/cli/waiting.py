@@ -29,14 +29,12 @@ def wait_for(operator: Operator, is_so: Callable[[ClusterStatus], bool], what: s
 
 
 def is_settled(status: ClusterStatus) -> bool:
-    """Every worker that the launcher is to keep is ready, and those that it was to drain are gone. Where the other role
-    has no worker nobody can be paired, and having joined is enough."""
+    """Every worker that the launcher is to keep is as ready as it can be, and those that it was to drain are gone."""
     launcher = status.launcher
     if launcher is None:
         return False
     living = {worker.name: worker for worker in status.workers if worker.state != WorkerState.LOST}
-    roles = {worker.role for worker in living.values()}
-    enough = {WorkerState.READY} if len(roles) == len(Role) else {WorkerState.READY, WorkerState.STARTING}
+    enough = _as_ready_as_can_be(status)
     counts = tuple(sum(1 for worker in launcher.workers if worker.role == role) for role in (Role.PREFILL, Role.DECODE))
     return counts == (launcher.prefill, launcher.decode) and all(
         not worker.leaving and worker.name in living and living[worker.name].state in enough
@@ -45,12 +43,17 @@ def is_settled(status: ClusterStatus) -> bool:
 
 
 def has_successor(status: ClusterStatus, name: str, uuid: str) -> bool:
-    """A worker of that name is ready and is not the life with that uuid."""
-    return any(
-        worker.name == name and worker.uuid != uuid and worker.state == WorkerState.READY for worker in status.workers
-    )
+    """A worker of that name, not the life with that uuid, is as ready as it can be."""
+    enough = _as_ready_as_can_be(status)
+    return any(worker.name == name and worker.uuid != uuid and worker.state in enough for worker in status.workers)
 
 
 def has_gone(status: ClusterStatus, uuid: str) -> bool:
     """The life with that uuid is no longer among the workers."""
     return all(worker.uuid != uuid or worker.state == WorkerState.LOST for worker in status.workers)
+
+
+def _as_ready_as_can_be(status: ClusterStatus) -> set[WorkerState]:
+    """Ready; or joined, where the other role has no worker to be paired with."""
+    roles = {worker.role for worker in status.workers if worker.state != WorkerState.LOST}
+    return {WorkerState.READY} if len(roles) == len(Role) else {WorkerState.READY, WorkerState.STARTING}

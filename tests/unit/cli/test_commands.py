@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from loopline.cli.main import app, main
 from loopline.cli.options import request_options
 from loopline.cli.status import audit_faults, details
+from loopline.cli.waiting import has_successor
 from loopline.client import ClusterStatus, LinkInfo, WorkerInfo
 from loopline.identity import BlockCounts, BudgetCounts
 from loopline.intake import Chat, RequestOptions
@@ -117,3 +118,17 @@ def test_a_status_shows_links_and_bytes_in_flight() -> None:
         "p0 handoffs: 2 open",
         "d0: 2 pushes arrived with other bytes than were sent",
     ]
+
+
+def test_a_successor_is_as_ready_as_it_can_be() -> None:
+    blocks = BlockCounts(1, 0, 0, 0, 1)
+    before = worker("d0", blocks, role="decode", state="draining", uuid="old")
+    after = worker("d0", blocks, role="decode", state="starting", uuid="new")
+    other = worker("p0", blocks, role="prefill", state="ready")
+
+    def status_of(*workers: WorkerInfo) -> ClusterStatus:
+        return ClusterStatus(workers=workers, queued=0, running=0, serving=True, epoch=1)
+
+    assert not has_successor(status_of(before), "d0", "old")
+    assert has_successor(status_of(after), "d0", "old")  # nobody is there to be paired with
+    assert not has_successor(status_of(after, other), "d0", "old")

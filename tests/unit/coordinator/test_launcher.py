@@ -1,6 +1,7 @@
 """A real coordinator process and scripted worker processes under the launcher."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import grpc.aio
 import pytest
 
 from coordinator.launcher import LocalLauncher
+from coordinator.processes import Child, start_child
 from loopline.client import AsyncClient
 from loopline.errors import OperatorError, PeerLost
 from loopline.identity import Role
@@ -214,5 +216,32 @@ def test_an_end_is_reported_until_it_is_answered(tmp_path: Path, caplog: pytest.
             assert "decode-0" not in launcher.pids
             os.kill(first["coordinator"], signal.SIGCONT)
             await until(lambda: "decode-0" in launcher.pids, "reported, and started again")
+
+    asyncio.run(main())
+
+
+def test_a_moment_without_processes_ends_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine refuses to start is asked for again; before anything has served it is the operator's to mend."""
+    refusals = [OSError(errno.EAGAIN, "no more processes")] * 3
+
+    async def start(*arguments: Any) -> Child:
+        if refusals:
+            raise refusals.pop()
+        return await start_child(*arguments)
+
+    async def main() -> None:
+        launcher = LocalLauncher(write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED)
+        async with launcher:
+            await launcher.wait_serving(LAUNCH_S)
+            monkeypatch.setattr("coordinator.launcher.start_child", start)
+            first = launcher.pids["decode-0"]
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: launcher.pids.get("decode-0", first) != first, "a new process")
+            assert not refusals
+            assert await generate(launcher.address) == [token_at(position) for position in range(5, 10)]
+        refusals.append(OSError(errno.EAGAIN, "no more processes"))
+        with pytest.raises(OperatorError, match=r"coordinator cannot be started: .*no more processes"):
+            async with LocalLauncher(write_config(tmp_path), run_dir=tmp_path / "again", port=0):
+                pass
 
     asyncio.run(main())
