@@ -14,7 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Have the kernel kill this process when its parent dies. The life pipe is gentler and works everywhere, but a
-    stopped process does not read it, and one that is still loading reads it late."""
+    stopped process does not read it, and one that is still loading reads it late. (One that is stopped before it gets
+    here stays until it is let go on, and then ends by the pipe.)"""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     module = sys.argv.pop(1)

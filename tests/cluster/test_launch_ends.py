@@ -21,11 +21,13 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def decode_workers(launch: psutil.Process) -> list[psutil.Process]:
-    """Those that have got as far as their own program: a forked child still bears its parent's name."""
+    """Those that are loading torch. What is stopped in its first milliseconds, before it has asked the kernel to die with
+    its launcher, stays until it is let go on."""
     found = []
     for child in launch.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "decode_worker" in " ".join(child.cmdline()):
+            is_loading = any("libtorch" in area.path for area in child.memory_maps())
+            if is_loading and "decode_worker" in " ".join(child.cmdline()):
                 found.append(child)
     return found
 
