@@ -37,14 +37,14 @@ GROUPS: dict[str, dict[str, object]] = {
 """The shape of configs/local-cpu-2p2d.yaml."""
 
 
-def cases_of(engine: LocalEngine, max_tokens: int) -> list[Case]:
+def cases_of(engine: LocalEngine, max_tokens: int, loops: int) -> list[Case]:
     """Greedy and sampled answers in turn, and what one engine without a cluster answers."""
     generator = random.Random(5)
     requests = []
     for number in range(NUM_CASES):
         start, length = generator.randrange(len(TEXT) - 100), generator.randrange(20, 100)
         params = SamplingParams(
-            loops=engine.spec.default_loops,
+            loops=loops,
             stop_ids=(),
             max_tokens=max_tokens,
             temperature=0.8 * (number % 2),
@@ -59,6 +59,7 @@ def cases_of(engine: LocalEngine, max_tokens: int) -> list[Case]:
             request.params.temperature,
             request.params.seed,
             tuple(row.token_id for row in rows[request.request_id] if row.token_id is not None),
+            loops,
         )
         for request in requests
     ]
@@ -67,13 +68,19 @@ def cases_of(engine: LocalEngine, max_tokens: int) -> list[Case]:
 @pytest.mark.timeout(400)
 def test_a_storm_costs_no_token(tmp_path: Path, ouro_engine: LocalEngine) -> None:
     """Each kind of worker is killed and stopped."""
-    check_storm(tmp_path, cases_of(ouro_engine, max_tokens=100), num_blows=4)
+    check_storm(tmp_path, cases_of(ouro_engine, max_tokens=100, loops=1), num_blows=4)
 
 
 @pytest.mark.soak
-def test_a_long_storm_costs_no_token(tmp_path: Path, ouro_engine: LocalEngine) -> None:
-    """Three minutes of it."""
-    check_storm(tmp_path, cases_of(ouro_engine, max_tokens=300), num_blows=22)
+def test_a_minute_of_storm_costs_no_token(tmp_path: Path, ouro_engine: LocalEngine) -> None:
+    """Answers of one loop, which end soon afterwards."""
+    check_storm(tmp_path, cases_of(ouro_engine, max_tokens=300, loops=1), num_blows=7)
+
+
+@pytest.mark.soak
+def test_three_minutes_of_storm_cost_no_token(tmp_path: Path, ouro_engine: LocalEngine) -> None:
+    """Answers of all loops."""
+    check_storm(tmp_path, cases_of(ouro_engine, max_tokens=300, loops=ouro_engine.spec.default_loops), num_blows=22)
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,7 @@ class Case:
     temperature: float
     seed: int
     expected: tuple[int, ...]
+    loops: int | None = None  # the model's default
 
 
 @dataclass

@@ -164,6 +164,7 @@ class Streams:
             ignore_eos=True,
             temperature=case.temperature,
             seed=case.seed,
+            loops=case.loops,
         )
         async with contextlib.aclosing(events):
             async for event in events:
