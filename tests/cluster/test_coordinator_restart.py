@@ -95,7 +95,7 @@ def plain_call(address: str) -> tuple[grpc.Channel, Any]:
     return channel, call
 
 
-@pytest.mark.parametrize("num_tokens", [1, 400])
+@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.soak), 400])
 def test_a_killed_coordinator_costs_no_token(
     cluster: Cluster, expected: list[tuple[tuple[int, ...], str | None]], num_tokens: int
 ) -> None:

@@ -21,8 +21,8 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def decode_workers(launch: psutil.Process) -> list[psutil.Process]:
-    """Those that are loading torch. What is stopped in its first milliseconds, before it has asked the kernel to die with
-    its launcher, stays until it is let go on."""
+    """Those that are loading torch. What is stopped in its first milliseconds, before it has asked the kernel to die
+    with its launcher, stays until it is let go on."""
     found = []
     for child in launch.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):

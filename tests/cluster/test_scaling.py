@@ -14,15 +14,16 @@ import pytest
 from loopline.client import Client, Completion, Token, WorkerInfo
 from tests.support.cluster import LOOPLINE, ROOT, Cluster, launched, wait_until, write_config
 from tests.support.golden import MODELS
-from tests.support.load import Case, ConstantLoad
+from tests.support.load import DEADLINE_S, LOOPS, Case, ConstantLoad, ask
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
-CASES = [(tuple(TEXT[41 * n : 41 * n + 30 + 17 * n]), 24 + 4 * n) for n in range(6)]
-LONG = (tuple(TEXT[7:60]), 160)
+SOAK = os.environ.get("LOOPLINE_SOAK") == "1"
+CASES = [(tuple(TEXT[41 * n : 41 * n + 30 + 17 * n]), 300 if SOAK else 24 + 4 * n) for n in range(6)]
+LONG = (tuple(TEXT[7:60]), 300)
 ROLES = ("prefill", "decode")
-CLIENTS = 3
-RETURN_S = 90.0
-pytestmark = pytest.mark.timeout(300, func_only=True)  # setting up the module's cluster comes on top
+CLIENTS = 32 if SOAK else 3
+RETURN_S = 300.0 if SOAK else 90.0
+pytestmark = pytest.mark.timeout(1500 if SOAK else 300, func_only=True)  # setting up the module's cluster comes on top
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(folder: Path) -> Path:
     groups: dict[str, dict[str, object]] = {
         "prefill": {"replicas": 2, "num_blocks": 64, "chunk_tokens": 16},
-        "decode": {"replicas": 2, "num_blocks": 128, "max_running": 16},
+        "decode": {"replicas": 2, "num_blocks": 192, "max_running": 16},
     }
     return write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", **groups)
 
@@ -54,7 +55,7 @@ def expected(cluster: Cluster) -> list[tuple[int, ...]]:
 
 def ask_at_once(cluster: Cluster, cases: list[Case]) -> list[tuple[int, ...]]:
     def answer(case: Case) -> tuple[int, ...]:
-        return cluster.client.complete(case[0], max_tokens=case[1], ignore_eos=True).token_ids
+        return ask(cluster.client, case).token_ids
 
     with ThreadPoolExecutor(len(cases)) as pool:
         return list(pool.map(answer, cases))
@@ -63,7 +64,7 @@ def ask_at_once(cluster: Cluster, cases: list[Case]) -> list[tuple[int, ...]]:
 @pytest.fixture
 def load(cluster: Cluster, expected: list[tuple[int, ...]]) -> Iterator[ConstantLoad]:
     """Runs during the test; afterwards two workers of each kind are ready and nothing is held."""
-    with ConstantLoad(cluster, CASES, expected, CLIENTS) as running:
+    with ConstantLoad(cluster, CASES, expected, CLIENTS, RETURN_S) as running:
         running.wait_answers(1)
         yield running
         running.wait_answers(CLIENTS)
@@ -100,6 +101,7 @@ def test_a_rolling_restart_costs_no_request(cluster: Cluster, load: ConstantLoad
     assert said.count("is ready again") == 4
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("role", ROLES)
 def test_scaling_up_and_down_costs_no_request(
     cluster: Cluster, expected: list[tuple[int, ...]], load: ConstantLoad, role: str
@@ -124,7 +126,10 @@ def test_at_the_limit_of_a_drain_a_long_answer_is_handed_over(
     answer = Completion()
     victim: WorkerInfo | None = None
     with Client(cluster.address) as client:
-        for event in client.generate(LONG[0], max_tokens=LONG[1], ignore_eos=True):
+        prompt, max_tokens = LONG
+        for event in client.generate(
+            prompt, deadline_s=DEADLINE_S, max_tokens=max_tokens, ignore_eos=True, loops=LOOPS
+        ):
             answer = answer.after(event)
             if victim is None and len(answer.tokens) > 3:
                 workers = [
@@ -151,7 +156,7 @@ def test_a_role_without_workers_makes_requests_wait(cluster: Cluster, load: Cons
     operate(cluster, "scale", "--decode", "2")
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.soak), "decode"])
 def test_a_worker_started_by_hand_joins_serves_and_leaves(
     cluster: Cluster, load: ConstantLoad, config: Path, folder: Path, role: str
 ) -> None:

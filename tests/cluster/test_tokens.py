@@ -102,8 +102,13 @@ def test_trained_continuations(request: pytest.FixtureRequest, family: str) -> N
     cluster.wait_idle()
 
 
+def soak(name: str) -> object:
+    return pytest.param(name, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize(
-    "name", ["ouro_fp32", "ouro_gqa_fp32", "ouro_sharded_fp32", "huginn_fp32", "huginn_r2_sharded_fp32"]
+    "name",
+    ["ouro_gqa_fp32", "huginn_r2_sharded_fp32", soak("ouro_fp32"), soak("ouro_sharded_fp32"), soak("huginn_fp32")],
 )
 def test_golden_sets(name: str, tmp_path: Any) -> None:
     """All cases; of Huginn's those that start from zeros, as states cannot be sent to a cluster."""
