@@ -5,11 +5,13 @@ places requests on workers. Timers: one per request (its deadline), one for the 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from coordinator.clients import Clients
 from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
 from coordinator.leases import LeaseTimer
 from coordinator.metrics import CoordinatorMetrics
@@ -19,10 +21,10 @@ from coordinator.registry import LossReason, Refused, Registry
 from coordinator.reply_watch import ReplyWatch
 from coordinator.router import choose_decode, choose_prefill
 from coordinator.snapshot import Backlog, ClusterSnapshot
-from coordinator.streams import ClientStream, WorkerStream
+from coordinator.streams import ClientStream, Taken, WorkerStream
 from coordinator.tracker import Tracker
 from loopline.clock import Clock
-from loopline.errors import RequestRefused, RequestTooLarge
+from loopline.errors import DeadlineExceeded, RequestRefused, RequestTooLarge
 from loopline.identity import Cause, Fingerprint, WorkerId
 from loopline.messages import (
     Granted,
@@ -34,6 +36,7 @@ from loopline.messages import (
     RequestFailed,
     Reserved,
     StepTokens,
+    TokenRow,
     Welcome,
     WorkerMessage,
 )
@@ -58,6 +61,7 @@ class Dispatcher:
         reply_timeout_s: float,
         peer_share: float,
         queue_limit: int,
+        unread_tokens: int,
         limits: Limits,
         rate_floor_bytes_per_s: float | None = None,
         probe_params: SamplingParams,
@@ -69,6 +73,7 @@ class Dispatcher:
         self.readiness = Readiness(probe_params, probe_token_id)
         self._clock = clock
         self._limits = limits
+        self._most_unread = unread_tokens
         self._most_arena_tokens = 0
         self._tracker = Tracker(clock, reply_timeout_s)
         self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share)
@@ -76,13 +81,10 @@ class Dispatcher:
         self._reply_watch = ReplyWatch(self._tracker, self._registry, self._carry_out, reply_timeout_s)
         self._queue = RequestQueue(queue_limit)
         self._workers: dict[WorkerId, WorkerStream] = {}
-        self._clients: dict[str, ClientStream] = {}
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._clients = Clients(unread_tokens, self._on_deadline)
         self._groups: dict[str, Fingerprint] = {}  # of the decode worker that a request was given to last
         self._leases = LeaseTimer(clock, lease_s, self._registry.next_expiry_s, self._lose_expired)
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._draining = False
 
     # ---- questions --------------------------------------------------------------------------------------------------
@@ -121,23 +123,34 @@ class Dispatcher:
 
     # ---- clients ----------------------------------------------------------------------------------------------------
 
-    def require_open(self) -> None:
-        """Raise what `submit` would raise of any request: RequestRefused while draining, Overloaded.
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Hold a place in the queue for a request that is being read, so that its refusal costs nothing more. Raises
+        what `submit` would raise of any request: RequestRefused while draining, Overloaded."""
+        self._require_open()
+        self._queue.hold_place(self._clock.now_s())
+        try:
+            yield
+        finally:
+            self._queue.give_place_back()
 
-        To be asked before a request costs anything.
-        """
+    def _require_open(self) -> None:
         if self._draining:
             raise RequestRefused("the coordinator is shutting down and takes no new requests; 0 tokens were delivered")
-        self._queue.require_room()
 
-    def submit(self, request: Request, deadline_s: float, decoder: TextStream | None) -> ClientStream:
+    def submit(
+        self, request: Request, deadline_s: float, decoder: TextStream | None, priority: int = 0
+    ) -> ClientStream:
         """Queue a request whose values were checked; its size is checked here.
 
-        Raises RequestError, Overloaded, or RequestRefused while draining; then nothing is kept.
+        Raises RequestError, Overloaded, DeadlineExceeded where it has none left, or RequestRefused while draining; then
+        nothing is kept.
         """
-        self.require_open()
+        self._require_open()
+        if deadline_s <= 0:
+            raise DeadlineExceeded("deadline passed; 0 tokens were delivered")
         check_size(request, self._limits_of(self._membership()))
-        self._queue.put(request.request_id)
+        self._queue.put(request.request_id, self._clock.now_s(), priority)
         return self._admit(request, deadline_s, decoder)
 
     def cancel(self, request_id: str) -> None:
@@ -150,18 +163,14 @@ class Dispatcher:
         self.readiness.close()
         try:
             async with asyncio.timeout(limit_s):
-                await self._idle.wait()
+                await self._clients.wait_none()
         except TimeoutError:
-            for request_id in list(self._clients):
+            for request_id in self._clients.ids():
                 self._carry_out(self._tracker.give_up(request_id, Ending.LEAVING, "the coordinator is shutting down"))
 
     def _admit(self, request: Request, deadline_s: float, decoder: TextStream | None) -> ClientStream:
-        request_id = request.request_id
         self._tracker.admit(request, deadline_s)
-        loop = asyncio.get_running_loop()
-        self._deadlines[request_id] = loop.call_at(loop.time() + deadline_s, self._on_deadline, request_id)
-        self._clients[request_id] = stream = ClientStream(decoder)
-        self._idle.clear()
+        stream = self._clients.open(request.request_id, deadline_s, decoder)
         self._wake.set()
         self._reply_watch.start()
         return stream
@@ -278,16 +287,25 @@ class Dispatcher:
                         self._workers[worker].send(message)
                 case Deliver(request_id, row):
                     self._see_token()
-                    if self._clients[request_id].push(row):
-                        left.extend(self._tracker.stop(request_id))
+                    left.extend(self._deliver(request_id, row))
                 case AttemptFailed(request_id, cause, detail):
                     _LOG.warning("an attempt failed: %s", detail, extra=about(request_id))
                     self.metrics.attempt_failed(cause)
                 case Requeue(request_id):
-                    self._queue.put_back(request_id, self._tracker.order(request_id))
+                    self._put_back(request_id)
                 case End(request_id, outcome):
                     self._end(request_id, outcome)
         self._wake.set()
+
+    def _deliver(self, request_id: str, row: TokenRow) -> list[Effect]:
+        match self._clients[request_id].push(row):
+            case Taken.STOPPED:
+                return self._tracker.stop(request_id)
+            case Taken.UNREAD:
+                detail = f"the client has left more than {self._most_unread} tokens unread"
+                return self._tracker.give_up(request_id, Ending.UNREAD, detail)
+            case Taken.OPEN:
+                return []
 
     def _end(self, request_id: str, outcome: Outcome) -> None:
         if request_id != self.readiness.probe_id:  # no client asked for that one
@@ -295,14 +313,11 @@ class Dispatcher:
             text, route = "%s after %d tokens; prefilled by %s, decoded by %s", outcome.route
             numbers = outcome.ending, outcome.usage.completion_tokens
             _LOG.info(text, *numbers, route.prefill or "nobody", route.decode or "nobody", extra=about(request_id))
-        self._queue.remove(request_id)
-        self._deadlines.pop(request_id).cancel()
+        self._queue.remove(request_id, self._clock.now_s())
         self._groups.pop(request_id, None)
-        self._clients.pop(request_id).end(outcome)
+        self._clients.end(request_id, outcome)
         if request_id == self.readiness.probe_id and self.readiness.probe_ended(outcome):
             self._see_token()
-        if not self._clients:
-            self._idle.set()
 
     def _see_token(self) -> None:
         """A token has come through."""
@@ -313,7 +328,10 @@ class Dispatcher:
         probe = self.readiness.look(self._membership().has_ready_pair)
         if probe is not None:
             self._admit(probe, _PROBE_DEADLINE_S, None)
-            self._queue.put_back(probe.request_id, self._tracker.order(probe.request_id))
+            self._put_back(probe.request_id)
+
+    def _put_back(self, request_id: str) -> None:
+        self._queue.put_back(request_id, self._tracker.order(request_id), self._clock.now_s())
 
     # ---- placing ----------------------------------------------------------------------------------------------------
 
@@ -353,7 +371,7 @@ class Dispatcher:
             is_suspect = self._tracker.is_suspect(request_id)
             decode = choose_decode(request, snapshot, group, is_suspect=is_suspect)
             if decode is not None:
-                self._queue.remove(request_id)
+                self._queue.remove(request_id, self._clock.now_s())
                 self._groups[request_id] = decode.group
                 self._carry_out(self._tracker.reserve(request_id, decode.peer))
                 snapshot = snapshot.with_request(self._tracker.assignment(request_id))

@@ -30,6 +30,7 @@ class Ending(StrEnum):
     FINISHED = "finished"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+    UNREAD = "unread"  # its client did not take the tokens
     GIVEN_UP = "given_up"  # workers were lost, or failed it, again and again
     LEAVING = "leaving"  # the coordinator is
     TOO_LARGE = "too_large"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from loopline.errors import InvalidRequest
-from loopline.intake import Chat, Prompt, RequestOptions, check_deadline_s, resolve_request
+from loopline.intake import Chat, Prompt, RequestOptions, check_deadline_s, check_priority, resolve_request
 from loopline.model_spec import ModelSpec
 from loopline.request import FinishReason, InitialState, Request, SamplingParams, check_token_ids
 from loopline.text import TextCodec, TextStream
@@ -32,6 +32,7 @@ class Submission:
 
     request: Request
     deadline_s: float
+    priority: int
     decoder: TextStream | None
     whole: FinishReason | None = None
 
@@ -50,6 +51,7 @@ class Intake:
     def resolve(self, message: Any) -> Submission:
         """Give a GenerateRequest an id and, where it brought none, a seed. Raises RequestError."""
         deadline_s = self._deadline_s(message)
+        check_priority(message.priority)
         request = resolve_request(
             self._options(message),
             request_id=str(uuid.uuid4()),
@@ -68,7 +70,7 @@ class Intake:
         whole = FinishReason.LENGTH if len(request.generated_ids) == request.params.max_tokens else None
         if decoder is not None and decoder.stopped:
             whole = FinishReason.STOP
-        return Submission(request, deadline_s, decoder, whole)
+        return Submission(request, deadline_s, message.priority, decoder, whole)
 
     def _options(self, message: Any) -> RequestOptions:
         sampling = message.sampling

@@ -91,8 +91,8 @@ class Life:
     earlier_workers: list[str] = field(default_factory=list)
     sound_at_s: dict[WorkerId, float] = field(default_factory=dict)  # asked, or seen to know it, for the last time
 
-    def move(self, move: Move) -> None:
-        """Take one step of the table; IllegalTransition changes nothing."""
+    def take(self, move: Move) -> None:
+        """One step of the table; IllegalTransition changes nothing. `Lives.move` calls it, which keeps the tables."""
         target = TABLE.get((self.state, move))
         if target is None:
             raise IllegalTransition(f"request {self.request.request_id} is {self.state}: it cannot {move}")

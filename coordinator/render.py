@@ -1,5 +1,6 @@
 """The coordinator's records -> the public API's messages and statuses. No I/O."""
 
+import math
 from typing import Any
 
 import grpc
@@ -11,6 +12,7 @@ from loopline.errors import (
     DeadlineExceeded,
     InvalidRequest,
     LooplineError,
+    NotRead,
     OperatorError,
     Overloaded,
     RequestError,
@@ -22,9 +24,8 @@ from loopline.messages import LauncherReport, TokenRow
 from loopline.request import FinishReason, Request
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import loopline_pb2
-from loopline.wire.channel import ERROR_KEY
+from loopline.wire.channel import ERROR_KEY, RETRY_KEY
 
-RETRY_AFTER_MS = 1_000
 _REASONS = {
     FinishReason.STOP: loopline_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: loopline_pb2.FINISH_REASON_LENGTH,
@@ -32,6 +33,7 @@ _REASONS = {
 _ENDINGS: dict[Ending, type[LooplineError]] = {
     Ending.CANCELLED: RequestRefused,  # nobody is there to read it
     Ending.DEADLINE: DeadlineExceeded,
+    Ending.UNREAD: NotRead,
     Ending.GIVEN_UP: WorkerLost,
     Ending.LEAVING: RequestRefused,
     Ending.TOO_LARGE: RequestTooLarge,
@@ -46,9 +48,12 @@ def error_status(error: LooplineError) -> tuple[grpc.StatusCode, Metadata]:
     if isinstance(error, RequestError):
         return grpc.StatusCode.INVALID_ARGUMENT, kind
     if isinstance(error, Overloaded):
-        return grpc.StatusCode.RESOURCE_EXHAUSTED, (*kind, ("retry-after-ms", str(RETRY_AFTER_MS)))
+        hint = () if error.retry_after_s is None else ((RETRY_KEY, str(math.ceil(1000 * error.retry_after_s))),)
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, (*kind, *hint)
     if isinstance(error, DeadlineExceeded):
         return grpc.StatusCode.DEADLINE_EXCEEDED, kind
+    if isinstance(error, NotRead):
+        return grpc.StatusCode.ABORTED, kind
     if isinstance(error, RequestRefused):
         return grpc.StatusCode.UNAVAILABLE, kind
     if isinstance(error, OperatorError):

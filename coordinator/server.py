@@ -71,6 +71,7 @@ def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock, *, ea
         reply_timeout_s=config.membership.reply_timeout_s,
         peer_share=config.transfer.peer_share,
         queue_limit=config.coordinator.queue_limit,
+        unread_tokens=config.coordinator.unread_tokens,
         limits=Limits(
             vocab_size=spec.vocab_size,
             context_tokens=spec.context_tokens,

@@ -4,8 +4,8 @@ A Generate call holds exactly one request: whatever ends the call first ends the
 """
 
 import asyncio
+import contextlib
 import logging
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from coordinator.render import (
     status_message,
 )
 from coordinator.streams import Finish, Tokens, WorkerStream
-from loopline.errors import LooplineError, OperatorError
+from loopline.errors import LooplineError, NotRead, OperatorError
 from loopline.identity import WorkerId
 from loopline.messages import LauncherReport, Register, Rejected
 from loopline.request import Route, Timing, Usage
@@ -37,6 +37,7 @@ from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 
 _LOG = logging.getLogger(__name__)
+_MOST_WRITE_S = 60.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -63,14 +64,16 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
         Written to the context and not yielded: a client that goes away cancels this coroutine wherever it waits.
         """
         try:
-            self._dispatcher.require_open()
-            arrived_s = time.monotonic()
-            submission = await asyncio.to_thread(self._intake.resolve, message)  # tokenizing takes its time
-            request, left_s = submission.request, submission.deadline_s - (time.monotonic() - arrived_s)
+            clock = asyncio.get_running_loop()
+            arrived_s, call_s = clock.time(), context.time_remaining()
+            with self._dispatcher.place():
+                submission = await asyncio.to_thread(self._intake.resolve, message)  # tokenizing takes its time
+            request, deadline_s = submission.request, submission.deadline_s
+            left_s = arrived_s + (deadline_s if call_s is None else min(deadline_s, call_s)) - clock.time()
             if submission.whole is not None:
                 await self._end_whole(submission, context)
                 return
-            stream = self._dispatcher.submit(request, left_s, submission.decoder)
+            stream = self._dispatcher.submit(request, left_s, submission.decoder, submission.priority)
         except LooplineError as error:
             refusal, metadata = error_status(error)
             await context.abort(refusal, str(error), metadata)
@@ -78,16 +81,21 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
         numbers = len(request.prompt_ids), request.params.max_tokens
         _LOG.info(text, *numbers, message.label, extra=about(request.request_id))
         try:
-            await context.write(accepted_event(request))
+            await _write(context, accepted_event(request))
             while isinstance(event := await stream.next_event(), Tokens):
-                await context.write(chunk_event(event))
+                await _write(context, chunk_event(event))
             failure = ending_error(event.outcome)
-            if failure is not None:
-                status, metadata = error_status(failure)
-                await context.abort(status, str(failure), metadata)
-            await context.write(finished_event(event))
+            if failure is None:
+                await _write(context, finished_event(event))
+        except NotRead as error:
+            failure = error
         finally:
             self._dispatcher.cancel(request.request_id)
+        if failure is not None:
+            status, metadata = error_status(failure)
+            with contextlib.suppress(TimeoutError):  # the status comes behind what was not taken
+                async with asyncio.timeout(_MOST_WRITE_S):
+                    await context.abort(status, str(failure), metadata)
 
     async def _end_whole(self, submission: Submission, context: Context) -> None:
         """The client has all tokens and missed the end, of a coordinator that went away: say it again."""
@@ -102,8 +110,8 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             route=Route(),
             stats=None,
         )
-        await context.write(accepted_event(request))
-        await context.write(finished_event(Finish(outcome, None if decoder is None else decoder.finish())))
+        await _write(context, accepted_event(request))
+        await _write(context, finished_event(Finish(outcome, None if decoder is None else decoder.finish())))
 
     async def GetModel(self, message: Any, context: Context) -> Any:
         intake, spec = self._intake, self._intake.spec
@@ -133,6 +141,15 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             epoch=dispatcher.epoch,
             launcher=self._fleet.launcher,
         )
+
+
+async def _write(context: Context, message: Any) -> None:
+    """Give the transport one event. It takes no more while the client does not read; NotRead where that lasts."""
+    try:
+        async with asyncio.timeout(_MOST_WRITE_S):
+            await context.write(message)
+    except TimeoutError:
+        raise NotRead(f"the client has taken nothing for {_MOST_WRITE_S:g} s; its request was ended") from None
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):

@@ -6,6 +6,7 @@ Both are written by the dispatcher without waiting and read by one gRPC handler.
 import asyncio
 from collections import deque
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from coordinator.effects import Ending, Outcome
 from loopline.messages import CoordinatorMessage, TokenRow
@@ -57,15 +58,25 @@ class Finish:
     text: str | None
 
 
-class ClientStream:
-    """One request's events for its client.
+class Taken(Enum):
+    """What a token made of its stream."""
 
-    A slow reader finds everything since its last read in one `Tokens`: the buffer holds rows, at most max_tokens of
-    them, never events. Nothing comes after a stop string but the end.
+    OPEN = auto()
+    STOPPED = auto()  # its text completed a stop string, so the request should end
+    UNREAD = auto()  # more tokens wait than are kept, so the request should end
+
+
+class ClientStream:
+    """One request's events for its client. Whoever writes never waits.
+
+    A slow reader finds everything since its last read in one `Tokens`: the buffer holds rows, never events. Past
+    `most_unread` of them the request should end, so no more follow than were on their way. Nothing comes after a stop
+    string but the end.
     """
 
-    def __init__(self, decoder: TextStream | None) -> None:
+    def __init__(self, decoder: TextStream | None, most_unread: int) -> None:
         self._decoder = decoder
+        self._most_unread = most_unread
         self._rows: list[TokenRow] = []
         self._text: list[str] = []
         self._outcome: Outcome | None = None
@@ -75,15 +86,22 @@ class ClientStream:
     def _stopped(self) -> bool:
         return self._decoder is not None and self._decoder.stopped
 
-    def push(self, row: TokenRow) -> bool:
-        """Take a token; True: its text completed a stop string, so the request should end."""
+    @property
+    def num_unread(self) -> int:
+        """Tokens that wait for the reader."""
+        return len(self._rows)
+
+    def push(self, row: TokenRow) -> Taken:
+        """Take a token; a stop string or a full buffer is said once or more, until `end`."""
         if row.token_id is None or self._stopped:
-            return False
+            return Taken.OPEN
         self._rows.append(row)
         if self._decoder is not None:
             self._text.append(self._decoder.push((row.token_id,)))
         self._changed.set()
-        return self._stopped
+        if self._stopped:
+            return Taken.STOPPED
+        return Taken.UNREAD if len(self._rows) > self._most_unread else Taken.OPEN
 
     def end(self, outcome: Outcome) -> None:
         """The request is over. Where the last token completed a stop string, that is the reason."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
 from coordinator.life import Books, Life, Move, State
+from coordinator.lives import Lives
 from loopline.clock import Clock
 from loopline.errors import IllegalTransition
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
@@ -45,7 +46,7 @@ class Tracker:
         self._clock = clock
         self._reply_timeout_s = reply_timeout_s
         self._unknown: set[tuple[WorkerId, HandoffKey]] = set()  # at the last look: a worker has it, nobody needs it
-        self._lives: dict[str, Life] = {}
+        self._lives = Lives()
         self._arrivals = 0
         self.ignored: Counter[Cause] = Counter()
 
@@ -81,16 +82,16 @@ class Tracker:
 
     def awaiting_prefill(self) -> list[str]:
         """Requests that hold a reservation and need a prefill worker, oldest first."""
-        return [request_id for request_id, life in self._lives.items() if life.state is State.RESERVED]
+        return [life.request.request_id for life in self._lives.reserved()]
 
     def num_running(self) -> int:
-        return sum(1 for life in self._lives.values() if life.state is not State.QUEUED)
+        return self._lives.num_placed
 
     def assigned(self) -> dict[WorkerId, tuple[Assigned, ...]]:
         """What each worker has been given and has not ended."""
         table: dict[WorkerId, list[Assigned]] = {}
-        for request_id in self._lives:
-            for worker, row in self.assignment(request_id).items():
+        for life in self._lives.placed():
+            for worker, row in self.assignment(life.request.request_id).items():
                 table.setdefault(worker, []).append(row)
         return {worker: tuple(rows) for worker, rows in table.items()}
 
@@ -117,15 +118,14 @@ class Tracker:
         if request.request_id in self._lives:
             raise IllegalTransition(f"request {request.request_id} is in the table already")
         now_s = self._clock.now_s()
-        self._lives[request.request_id] = Life(
-            request, self._arrivals, now_s, now_s + deadline_s, generated=list(request.generated_ids)
-        )
+        generated = list(request.generated_ids)
+        self._lives.add(Life(request, self._arrivals, now_s, now_s + deadline_s, generated=generated))
         self._arrivals += 1
 
     def reserve(self, request_id: str, decode: Peer) -> list[Effect]:
         """Ask `decode` to hold blocks: a new generation begins."""
         life = self._lives[request_id]
-        life.move(Move.RESERVE)
+        self._lives.move(life, Move.RESERVE)
         life.generation += 1
         life.decode = decode
         life.sound_at_s[decode.worker] = self._clock.now_s()
@@ -136,7 +136,7 @@ class Tracker:
     def bind(self, request_id: str, prefill: Peer) -> list[Effect]:
         """Name `prefill` to the decode worker as the one writer."""
         life = self._lives[request_id]
-        life.move(Move.BIND)
+        self._lives.move(life, Move.BIND)
         life.prefill, life.prefill_running = prefill, True
         assert life.decode is not None  # a RESERVED request has one
         life.sound_at_s[life.decode.worker] = self._clock.now_s()
@@ -167,7 +167,7 @@ class Tracker:
             return self._ignore(Cause.DUPLICATE)
         if message.cause is not None:
             return self._refused(life, worker, message.cause, message.detail)
-        life.move(Move.HOLD)
+        self._lives.move(life, Move.HOLD)
         life.cached_tokens = message.cached_tokens
         return []
 
@@ -181,7 +181,7 @@ class Tracker:
             return self._ignore(Cause.WRONG_WRITER)
         if message.cause is not None:
             return self._refused(life, worker, message.cause, message.detail)
-        life.move(Move.GRANT)
+        self._lives.move(life, Move.GRANT)
         life.handoff_open = True
         life.sound_at_s[worker] = life.sound_at_s[life.prefill.worker] = self._clock.now_s()
         start = StartPrefill(
@@ -226,7 +226,7 @@ class Tracker:
         computed, and if not says so when it hears who is gone."""
         cause = Cause.DRAINING if left else Cause.PEER_LOST
         effects: list[Effect] = []
-        for life in list(self._lives.values()):
+        for life in self._lives.placed():
             if left and life.is_prefill(worker) and life.handoff_open and not life.prefill_running:
                 life.writer_left = True
             elif worker in life.holders() or (life.is_prefill(worker) and life.prefill_running):
@@ -244,7 +244,7 @@ class Tracker:
         """
         effects: list[Effect] = []
         now_s = self._clock.now_s()
-        for life in list(self._lives.values()):
+        for life in self._lives.placed():
             for peer in life.workers():
                 own = books.get(peer.worker)
                 fault = life.fault_of(peer, own) if own is not None else None
@@ -261,7 +261,7 @@ class Tracker:
 
     def excuse(self) -> None:
         """This process stood still: what it has not heard until now says nothing about workers."""
-        for life in self._lives.values():
+        for life in self._lives.placed():
             life.sound_at_s.update(dict.fromkeys(life.sound_at_s, self._clock.now_s()))
 
     def _needs(self, key: HandoffKey) -> bool:
@@ -282,7 +282,7 @@ class Tracker:
             return self._ignore(Cause.INVALID)
         if row.finish not in (None, FinishReason.STOP, FinishReason.LENGTH):
             return self._restart(life, worker, Cause.INTERNAL, f"a worker ended it with {row.finish}")
-        life.move(Move.TOKEN)
+        self._lives.move(life, Move.TOKEN)
         if life.first_token_at_s is None:
             life.first_token_at_s = self._clock.now_s()
         effects: list[Effect] = []
@@ -339,7 +339,7 @@ class Tracker:
             text = f"given up after {life.fruitless_attempts} attempts that {_GOT_NOWHERE}, the last one: {detail}"
             return [*failed, *self._close(life, Ending.GIVEN_UP, cancels, text)]
         was_started = life.state in _WITH_TOKENS
-        life.move(Move.REQUEUE)
+        self._lives.move(life, Move.REQUEUE)
         life.leave_workers()
         attempt = life.request.attempt + (0 if is_free and not was_started else 1)
         life.request = replace(life.request, attempt=attempt, generated_ids=tuple(life.generated))
@@ -366,8 +366,7 @@ class Tracker:
     def _close(
         self, life: Life, ending: Ending, cancels: Sequence[Effect], detail: str, reason: FinishReason | None = None
     ) -> list[Effect]:
-        life.move(Move.END)
-        del self._lives[life.request.request_id]
+        self._lives.move(life, Move.END)
         delivered = f"{len(life.generated)} tokens were delivered"
         outcome = Outcome(
             ending=ending,

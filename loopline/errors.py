@@ -8,6 +8,7 @@
      |- RequestRefused .......................... the client may try again later
      |   |- Overloaded                          the queue is full
      |   |- DeadlineExceeded                    the request's deadline passed first
+     |   |- NotRead                             the client left too much of its answer unread
      |   `- WorkerLost                          a worker that ran it was lost; says what was delivered
      |- OperatorError (also ValueError) ......... the operator: configuration, files, ports
      |   |- ConfigError                         a key of the cluster YAML; names file, key and what is allowed
@@ -53,11 +54,20 @@ class RequestRefused(LooplineError):
 
 
 class Overloaded(RequestRefused):
-    """The queue is full."""
+    """The queue is full. `retry_after_s`: when a place is likely to be free, by how fast the queue empties; None: who
+    refused it did not say."""
+
+    def __init__(self, text: str, retry_after_s: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineExceeded(RequestRefused):
     """The request's deadline passed before it ended."""
+
+
+class NotRead(RequestRefused):
+    """The client left more of its answer unread than the coordinator keeps, or took nothing for too long."""
 
 
 class WorkerLost(RequestRefused):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from loopline.text import TextCodec
 
 MAX_DEADLINE_S = 86_400
+MAX_PRIORITY = 10  # and its negative is the lowest
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,12 @@ def check_deadline_s(deadline_s: float) -> None:
     """Raise InvalidRequest with the value unless it is in the range of the configuration's own deadline."""
     if not 0 < deadline_s <= MAX_DEADLINE_S:  # NaN is not either
         raise InvalidRequest(f"deadline_s is {deadline_s}; allowed: above 0, at most {MAX_DEADLINE_S}")
+
+
+def check_priority(priority: int) -> None:
+    """Raise InvalidRequest with the value where it is out of range."""
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise InvalidRequest(f"priority is {priority}; allowed: -{MAX_PRIORITY} to {MAX_PRIORITY}")
 
 
 def _prompt_ids(prompt: Prompt, codec: "TextCodec | None", context_tokens: int) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """`loopline generate`: one answer from a running cluster."""
 
 from loopline.cli.answer import deliver
-from loopline.cli.options import Address, Deadline, Json, with_request_options
+from loopline.cli.options import Address, Deadline, Json, Priority, with_request_options
 from loopline.client import Client
 from loopline.intake import RequestOptions
 
@@ -12,9 +12,10 @@ def generate(
     address: Address,
     options: RequestOptions,
     deadline: Deadline = None,
+    priority: Priority = 0,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt on a running cluster."""
     with Client(address) as client:
-        events = client.stream(options, deadline_s=deadline)
+        events = client.stream(options, deadline_s=deadline, priority=priority)
         deliver(events, as_json=as_json, with_logprobs=options.logprobs is not None)

@@ -37,6 +37,8 @@ Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Return when it is 
 Timeout = Annotated[float, typer.Option("--timeout", metavar="S", help="Most seconds of each wait.")]
 Deadline = Annotated[float | None, typer.Option("--deadline", metavar="S", help="Seconds after which to give up.")]
 
+Priority = Annotated[int, typer.Option("--priority", help="-10 to 10: of what waits, higher goes first.")]
+
 
 def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of `request_options` in place of its parameter `options`."""

@@ -37,13 +37,19 @@ class AsyncClient:
         self._stub: Any = loopline_pb2_grpc.LooplineStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(
-        self, prompt: str | Sequence[int] | Chat, *, label: str = "", deadline_s: float | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int] | Chat,
+        *,
+        label: str = "",
+        deadline_s: float | None = None,
+        priority: int = 0,
+        **options: Any,
     ) -> AsyncGenerator[Event, None]:
         """See Client.generate. Use `contextlib.aclosing` where the answer may not be read to its end."""
-        return self.stream(make_options(prompt, options), label=label, deadline_s=deadline_s)
+        return self.stream(make_options(prompt, options), label=label, deadline_s=deadline_s, priority=priority)
 
     async def stream(
-        self, options: RequestOptions, *, label: str = "", deadline_s: float | None = None
+        self, options: RequestOptions, *, label: str = "", deadline_s: float | None = None, priority: int = 0
     ) -> AsyncGenerator[Event, None]:
         """`generate` with the options as one record."""
         answer = Answer(
@@ -51,6 +57,7 @@ class AsyncClient:
             label,
             deadline_s,
             self.address,
+            priority=priority,
             now_s=time.monotonic(),
             resume=self._resume,
             is_known=self._is_known,
@@ -73,11 +80,18 @@ class AsyncClient:
             await asyncio.sleep(pause_s)  # back-off
 
     async def complete(
-        self, prompt: str | Sequence[int] | Chat, *, label: str = "", deadline_s: float | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int] | Chat,
+        *,
+        label: str = "",
+        deadline_s: float | None = None,
+        priority: int = 0,
+        **options: Any,
     ) -> Completion:
         """One whole answer."""
         completion = Completion()
-        async with contextlib.aclosing(self.generate(prompt, label=label, deadline_s=deadline_s, **options)) as events:
+        events_of = self.generate(prompt, label=label, deadline_s=deadline_s, priority=priority, **options)
+        async with contextlib.aclosing(events_of) as events:
             async for event in events:
                 completion = completion.after(event)
         return completion

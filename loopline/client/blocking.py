@@ -35,18 +35,26 @@ class Client:
         self._stub: Any = loopline_pb2_grpc.LooplineStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(
-        self, prompt: str | Sequence[int] | Chat, *, label: str = "", deadline_s: float | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int] | Chat,
+        *,
+        label: str = "",
+        deadline_s: float | None = None,
+        priority: int = 0,
+        **options: Any,
     ) -> Generator[Event, None, None]:
         """Stream one answer; closing the iterator cancels the request.
+
+        Of the requests that wait those of a higher `priority`, -10 to 10, go first.
 
         The call is made when the first event is asked for. Where the coordinator goes away it is made again, until the
         deadline, and the answer goes on: no token comes twice and none is missing. Raises the error of
         `loopline.errors` that its status means.
         """
-        return self.stream(make_options(prompt, options), label=label, deadline_s=deadline_s)
+        return self.stream(make_options(prompt, options), label=label, deadline_s=deadline_s, priority=priority)
 
     def stream(
-        self, options: RequestOptions, *, label: str = "", deadline_s: float | None = None
+        self, options: RequestOptions, *, label: str = "", deadline_s: float | None = None, priority: int = 0
     ) -> Generator[Event, None, None]:
         """`generate` with the options as one record."""
         answer = Answer(
@@ -54,6 +62,7 @@ class Client:
             label,
             deadline_s,
             self.address,
+            priority=priority,
             now_s=time.monotonic(),
             resume=self._resume,
             is_known=self._is_known,
@@ -76,11 +85,17 @@ class Client:
             time.sleep(pause_s)  # back-off
 
     def complete(
-        self, prompt: str | Sequence[int] | Chat, *, label: str = "", deadline_s: float | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int] | Chat,
+        *,
+        label: str = "",
+        deadline_s: float | None = None,
+        priority: int = 0,
+        **options: Any,
     ) -> Completion:
         """One whole answer."""
         completion = Completion()
-        for event in self.generate(prompt, label=label, deadline_s=deadline_s, **options):
+        for event in self.generate(prompt, label=label, deadline_s=deadline_s, priority=priority, **options):
             completion = completion.after(event)
         return completion
 

@@ -15,6 +15,7 @@ from loopline.errors import (
     InvalidRequest,
     LooplineError,
     NoTokenizer,
+    NotRead,
     OperatorError,
     Overloaded,
     PeerError,
@@ -26,7 +27,7 @@ from loopline.intake import Chat, RequestOptions
 from loopline.messages import HandoffStats
 from loopline.request import FinishReason, InitialState, Route, Timing, TokenLogprob, TokenLogprobs, Usage
 from loopline.wire._generated.loopline.v1 import loopline_pb2
-from loopline.wire.channel import ERROR_KEY
+from loopline.wire.channel import ERROR_KEY, RETRY_KEY
 
 CALL_TIMEOUT_S = 10.0  # of the calls that answer at once
 POLL_S = 0.05  # between two looks at a cluster that does not serve yet
@@ -56,6 +57,7 @@ _NAMED: Mapping[Any, type[LooplineError]] = {
         RequestRefused,
         Overloaded,
         DeadlineExceeded,
+        NotRead,
         WorkerLost,
     )
 }
@@ -67,12 +69,13 @@ def make_options(prompt: str | Sequence[int] | Chat, options: Mapping[str, Any])
     return RequestOptions(prompt=prompt if isinstance(prompt, str | Chat) else tuple(prompt), **options)
 
 
-def generate_request(options: RequestOptions, label: str, deadline_s: float | None) -> Any:
+def generate_request(options: RequestOptions, label: str, deadline_s: float | None, priority: int = 0) -> Any:
     """The GenerateRequest. Raises InvalidRequest for a number that its field cannot hold, and for lone surrogates."""
     try:
         request = loopline_pb2.GenerateRequest(
             label=label,
             deadline_s=deadline_s,
+            priority=priority,
             sampling=_sampling(options),
             delivered_token_ids=options.delivered_token_ids,
         )
@@ -173,7 +176,10 @@ def _value(hint: Any, value: Any) -> Any:
 def error_of(error: Any, address: str, accepted: bool) -> LooplineError:
     """The error that the coordinator named in the call's trailing metadata, else what the status means."""
     code, text = error.code(), error.details() or error.code().name
-    named = _NAMED.get(dict(error.trailing_metadata() or ()).get(ERROR_KEY))
+    metadata = dict(error.trailing_metadata() or ())
+    named = _NAMED.get(metadata.get(ERROR_KEY))
+    if named is Overloaded:
+        return Overloaded(text, _retry_after_s(metadata.get(RETRY_KEY)))
     if named is not None:
         return named(text)
     if code is grpc.StatusCode.UNAVAILABLE and accepted:
@@ -183,3 +189,8 @@ def error_of(error: Any, address: str, accepted: bool) -> LooplineError:
             f"no coordinator answers at {address}; is the cluster running? `loopline launch` says where ({text})"
         )
     return _ERRORS.get(code, PeerError)(text if code in _ERRORS else f"{code.name}: {text}")
+
+
+def _retry_after_s(pushback_ms: Any) -> float | None:
+    """Seconds; None where there is no number that means any."""
+    return int(pushback_ms) / 1000 if isinstance(pushback_ms, str) and pushback_ms.isdecimal() else None

@@ -37,6 +37,7 @@ class Answer:
         deadline_s: float | None,
         address: str,
         *,
+        priority: int = 0,
         now_s: float,
         resume: bool,
         is_known: bool,
@@ -45,6 +46,7 @@ class Answer:
         self._options = options
         self._label = label
         self._deadline_s = deadline_s
+        self._priority = priority
         self._address = address
         self._resume = resume
         self.is_known = is_known
@@ -69,7 +71,7 @@ class Answer:
             delivered = (*options.delivered_token_ids, *self._delivered)
             seed = options.seed if self._accepted is None else self._accepted.seed
             options = dataclasses.replace(options, delivered_token_ids=delivered, seed=seed)
-        return generate_request(options, self._label, deadline_s)
+        return generate_request(options, self._label, deadline_s, self._priority)
 
     def take(self, event: Event, now_s: float) -> Event | None:
         """The event as the user should see it; None for one that they have seen."""
@@ -99,7 +101,8 @@ class Answer:
         patience_s = RETURN_S if self.is_known else CONTACT_S
         give_up_s = self._broken_s + patience_s if self._deadline_s is None else self._began_s + self._deadline_s
         if now_s < give_up_s:
-            pause_s = min(self._pause_s, give_up_s - now_s)
+            hint_s = failure.retry_after_s if isinstance(failure, Overloaded) else None
+            pause_s = min(max(self._pause_s, hint_s or 0.0), give_up_s - now_s)
             self._pause_s = min(2 * self._pause_s, _PAUSE_MOST_S)
             return pause_s
         if self._accepted is None:

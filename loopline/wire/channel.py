@@ -13,6 +13,7 @@ from loopline.errors import AddressInUse, ConfigError
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ERROR_KEY = "loopline-error"  # of trailing metadata: the name of a class in loopline/errors.py
+RETRY_KEY = "grpc-retry-pushback-ms"  # of trailing metadata, gRPC's own name: when who was refused should come again
 _KEEPALIVE_TIME_MS = 10_000
 _KEEPALIVE_TIMEOUT_MS = 5_000
 _RECONNECT_FIRST_MS = 100

@@ -16,7 +16,7 @@ import pytest
 from coordinator.effects import Ending, Outcome
 from coordinator.intake import Intake
 from coordinator.render import accepted_event, chunk_event, finished_event
-from coordinator.streams import ClientStream, Finish, Tokens
+from coordinator.streams import ClientStream, Finish, Taken, Tokens
 from loopline.client import Accepted, AsyncClient, Chunk, Client, Completion, Event, Finished, Token
 from loopline.client.resume import Answer
 from loopline.errors import (
@@ -75,11 +75,11 @@ class ScriptedCoordinator(loopline_pb2_grpc.LooplineServicer):
             assert submission.decoder is not None
             yield finished_event(Finish(_outcome(request, submission.whole), submission.decoder.finish()))
             return
-        stream = ClientStream(submission.decoder)
+        stream = ClientStream(submission.decoder, 9999)
         for index in range(len(request.generated_ids), request.params.max_tokens):
             if index >= fate:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
-            is_stopped = stream.push(_row(request, index))
+            is_stopped = stream.push(_row(request, index)) is Taken.STOPPED
             tokens = asyncio.run(stream.next_event())
             assert isinstance(tokens, Tokens)
             yield chunk_event(tokens)

@@ -66,6 +66,7 @@ class Coordinator:
             reply_timeout_s=1e6,  # the scripted workers' heartbeats do not say what they have
             peer_share=1.0,
             queue_limit=100,
+            unread_tokens=1000,
             limits=Limits(vocab_size=100, context_tokens=1000, max_loops=4, arena_tokens=1000),
             probe_params=SamplingParams(max_tokens=2),
             probe_token_id=0,

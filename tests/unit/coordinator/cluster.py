@@ -242,12 +242,17 @@ async def scripted_cluster(
     queue_limit: int = 8,
     lease_s: float = 30.0,
     deadline_s: float = 20.0,
+    unread_tokens: int = 4096,
 ) -> AsyncIterator[ScriptedCluster]:
     """A coordinator on a free loopback port; nothing is left running afterwards."""
     config = ClusterConfig.model_validate(
         {
             "model": {"path": str(model)},
-            "coordinator": {"queue_limit": queue_limit, "default_deadline_s": deadline_s},
+            "coordinator": {
+                "queue_limit": queue_limit,
+                "default_deadline_s": deadline_s,
+                "unread_tokens": unread_tokens,
+            },
             "membership": {"lease_s": lease_s},
         }
     )

@@ -217,9 +217,9 @@ def test_a_full_queue_refuses_with_a_hint() -> None:
         refused = Answer(cluster, message())
         assert await refused.status() == (
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            "2 requests are waiting; the queue's limit is 2",
+            "2 requests are waiting; the queue's limit is 2; try again in 1 s",
         )
-        assert dict(await refused.call.trailing_metadata())["retry-after-ms"] == "1000"
+        assert dict(await refused.call.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
         await cluster.pair()  # they waited for workers
         for answer in waiting:
             assert len((await answer.whole()).ids) == 4

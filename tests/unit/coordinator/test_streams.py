@@ -1,7 +1,7 @@
 import asyncio
 
 from coordinator.effects import Ending, Outcome
-from coordinator.streams import ClientStream, Finish, Tokens, WorkerStream
+from coordinator.streams import ClientStream, Finish, Taken, Tokens, WorkerStream
 from loopline.identity import Cause, HandoffKey
 from loopline.messages import Cancel
 from loopline.request import FinishReason, Route, Timing, Usage
@@ -25,9 +25,9 @@ def outcome(reason: FinishReason = FinishReason.LENGTH) -> Outcome:
 
 def test_a_slow_reader_finds_everything_in_one_event() -> None:
     async def main() -> None:
-        stream = ClientStream(TextStream(LETTERS))
+        stream = ClientStream(TextStream(LETTERS), 9)
         for position, letter in enumerate(b"abc"):
-            assert not stream.push(row("r1", position, letter))
+            assert Taken.OPEN is stream.push(row("r1", position, letter))
         stream.end(outcome())
         event = await stream.next_event()
         assert isinstance(event, Tokens)
@@ -39,7 +39,7 @@ def test_a_slow_reader_finds_everything_in_one_event() -> None:
 
 def test_a_character_in_pieces_waits_for_its_last_byte() -> None:
     async def main() -> None:
-        stream = ClientStream(TextStream(LETTERS))
+        stream = ClientStream(TextStream(LETTERS), 9)
         texts = []
         for position, byte in enumerate("é".encode()):
             stream.push(row("r1", position, byte))
@@ -53,12 +53,12 @@ def test_a_character_in_pieces_waits_for_its_last_byte() -> None:
 
 def test_nothing_comes_after_a_stop_string_but_the_end() -> None:
     async def main() -> None:
-        stream = ClientStream(TextStream(LETTERS, ["bc"]))
+        stream = ClientStream(TextStream(LETTERS, ["bc"]), 9)
         assert [stream.push(row("r1", position, letter)) for position, letter in enumerate(b"abcd")] == [
-            False,
-            False,
-            True,
-            False,
+            Taken.OPEN,
+            Taken.OPEN,
+            Taken.STOPPED,
+            Taken.OPEN,
         ]
         stream.end(outcome(FinishReason.LENGTH))  # the worker's own end was quicker
         event = await stream.next_event()
@@ -69,9 +69,23 @@ def test_nothing_comes_after_a_stop_string_but_the_end() -> None:
     asyncio.run(main())
 
 
+def test_past_its_bound_the_buffer_asks_for_the_end() -> None:
+    async def main() -> None:
+        stream = ClientStream(None, 2)
+        said = [stream.push(row("r1", position, 7)) for position in range(2)]
+        assert said == [Taken.OPEN, Taken.OPEN]
+        assert isinstance(await stream.next_event(), Tokens) and stream.num_unread == 0
+        said = [stream.push(row("r1", position, 7)) for position in range(2, 5)]
+        assert said == [Taken.OPEN, Taken.OPEN, Taken.UNREAD]
+        event = await stream.next_event()
+        assert isinstance(event, Tokens) and len(event.rows) == 3  # none is lost
+
+    asyncio.run(main())
+
+
 def test_without_a_tokenizer_there_is_no_text() -> None:
     async def main() -> None:
-        stream = ClientStream(None)
+        stream = ClientStream(None, 9)
         waiter = asyncio.ensure_future(stream.next_event())
         await asyncio.sleep(0)
         stream.push(row("r1", 0, 7))
