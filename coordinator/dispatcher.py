@@ -360,8 +360,9 @@ class Dispatcher:
         return snapshot
 
     def _reserve_decode_workers(self, snapshot: ClusterSnapshot) -> None:
-        """In the queue's order. A new request that finds no room holds back those behind it; a recovered one that
-        must stay in its pairing group, or away from another suspect, does not."""
+        """In the queue's order. A request that finds no room holds back those behind it; a recovered one that must stay
+        in its pairing group, or away from another suspect, does not. So whatever the queue's length, tried are those
+        that were on workers before, those that are placed now, and one more."""
         for request_id in self._queue:
             request = self._tracker.request(request_id)
             is_bound = self._tracker.has_delivered(request_id) or bool(request.generated_ids)
@@ -375,7 +376,7 @@ class Dispatcher:
                 self._groups[request_id] = decode.group
                 self._carry_out(self._tracker.reserve(request_id, decode.peer))
                 snapshot = snapshot.with_request(self._tracker.assignment(request_id))
-            elif not (is_bound or (is_suspect and snapshot.has_suspects)):
+            elif group is None and not (is_suspect and snapshot.has_suspects):
                 return
 
     def _end_if_too_large(self, request: Request, snapshot: ClusterSnapshot) -> bool:
