@@ -22,7 +22,7 @@ from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_channel
 from tests.unit.coordinator.cluster import MODEL, WAIT_S, token_at, until
 
-SCRIPTED = dict.fromkeys(Role, "tests.unit.coordinator.scripted_process")
+SCRIPTED = dict.fromkeys(Role, "loopline.bench.scripted_worker")
 LAUNCH_S = 30.0
 
 
