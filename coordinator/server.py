@@ -18,7 +18,7 @@ from coordinator.fleet import Fleet
 from coordinator.intake import Intake
 from coordinator.operations import OperationsServicer
 from coordinator.rebalance_watch import RebalanceWatch
-from coordinator.service import ClusterServicer, LooplineServicer, ModelCard
+from coordinator.service import MOST_WRITE_S, ClusterServicer, LooplineServicer, ModelCard
 from loopline.clock import Clock, MonotonicClock
 from loopline.config import ClusterConfig, load_config
 from loopline.model_spec import ModelSpec, load_model_spec
@@ -95,14 +95,22 @@ def build_intake(config: ClusterConfig, spec: ModelSpec, codec: TextCodec | None
 
 
 def build_server(
-    dispatcher: Dispatcher, fleet: Fleet, intake: Intake, card: ModelCard, max_message_bytes: int, drain_limit_s: float
+    dispatcher: Dispatcher,
+    fleet: Fleet,
+    intake: Intake,
+    card: ModelCard,
+    max_message_bytes: int,
+    drain_limit_s: float,
+    *,
+    most_write_s: float = MOST_WRITE_S,
 ) -> grpc.aio.Server:
-    """A server with all services; not bound, not started. `drain_limit_s`: of a worker's drain that names no limit."""
+    """A server with all services; not bound, not started. `drain_limit_s`: of a worker's drain that names no limit;
+    `most_write_s`: how long a client may take for one event."""
     server = grpc.aio.server(options=server_options(max_message_bytes))
     add_public: Any = loopline_pb2_grpc.add_LooplineServicer_to_server  # generated code is untyped
     add_cluster: Any = cluster_pb2_grpc.add_ClusterServicer_to_server
     add_operations: Any = operations_pb2_grpc.add_OperationsServicer_to_server
-    add_public(LooplineServicer(dispatcher, fleet, intake, card), server)
+    add_public(LooplineServicer(dispatcher, fleet, intake, card, most_write_s), server)
     add_cluster(ClusterServicer(dispatcher, fleet), server)
     add_operations(OperationsServicer(dispatcher, fleet, drain_limit_s), server)
     return server

@@ -37,7 +37,7 @@ from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 
 _LOG = logging.getLogger(__name__)
-_MOST_WRITE_S = 60.0
+MOST_WRITE_S = 60.0
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -52,7 +52,11 @@ class ModelCard:
 class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
     """The public API."""
 
-    def __init__(self, dispatcher: Dispatcher, fleet: Fleet, intake: Intake, card: ModelCard) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, fleet: Fleet, intake: Intake, card: ModelCard, most_write_s: float = MOST_WRITE_S
+    ) -> None:
+        """`most_write_s`: how long the transport may take for one event."""
+        self._most_write_s = most_write_s
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._intake = intake
@@ -81,12 +85,12 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
         numbers = len(request.prompt_ids), request.params.max_tokens
         _LOG.info(text, *numbers, message.label, extra=about(request.request_id))
         try:
-            await _write(context, accepted_event(request))
+            await self._write(context, accepted_event(request))
             while isinstance(event := await stream.next_event(), Tokens):
-                await _write(context, chunk_event(event))
+                await self._write(context, chunk_event(event))
             failure = ending_error(event.outcome)
             if failure is None:
-                await _write(context, finished_event(event))
+                await self._write(context, finished_event(event))
         except NotRead as error:
             failure = error
         finally:
@@ -94,7 +98,7 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
         if failure is not None:
             status, metadata = error_status(failure)
             with contextlib.suppress(TimeoutError):  # the status comes behind what was not taken
-                async with asyncio.timeout(_MOST_WRITE_S):
+                async with asyncio.timeout(self._most_write_s):
                     await context.abort(status, str(failure), metadata)
 
     async def _end_whole(self, submission: Submission, context: Context) -> None:
@@ -110,8 +114,17 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             route=Route(),
             stats=None,
         )
-        await _write(context, accepted_event(request))
-        await _write(context, finished_event(Finish(outcome, None if decoder is None else decoder.finish())))
+        await self._write(context, accepted_event(request))
+        await self._write(context, finished_event(Finish(outcome, None if decoder is None else decoder.finish())))
+
+    async def _write(self, context: Context, message: Any) -> None:
+        """Give the transport one event. It takes no more while the client does not read; NotRead where that lasts."""
+        try:
+            async with asyncio.timeout(self._most_write_s):
+                await context.write(message)
+        except TimeoutError:
+            text = f"the client has taken nothing for {self._most_write_s:g} s; its request was ended"
+            raise NotRead(text) from None
 
     async def GetModel(self, message: Any, context: Context) -> Any:
         intake, spec = self._intake, self._intake.spec
@@ -141,15 +154,6 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             epoch=dispatcher.epoch,
             launcher=self._fleet.launcher,
         )
-
-
-async def _write(context: Context, message: Any) -> None:
-    """Give the transport one event. It takes no more while the client does not read; NotRead where that lasts."""
-    try:
-        async with asyncio.timeout(_MOST_WRITE_S):
-            await context.write(message)
-    except TimeoutError:
-        raise NotRead(f"the client has taken nothing for {_MOST_WRITE_S:g} s; its request was ended") from None
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):

@@ -130,6 +130,7 @@ def figures(asked: Sequence[Asked], seconds: float, warm_s: float) -> dict[str, 
         "failures": sorted({one.why for one in of[Fate.FAILED]})[:5],
         "throughput_per_s": len(counted) / (seconds - warm_s),
         "refusal_ms": _spread(of[Fate.REFUSED], lambda one: one.ended_s - one.due_s),
+        "refusal_since_sent_ms": _spread(of[Fate.REFUSED], lambda one: one.ended_s - one.sent_s),
         "answer_ms": _spread(of[Fate.FINISHED], lambda one: one.ended_s - one.due_s),
         "late_ms": _spread(asked, lambda one: one.sent_s - one.due_s),
     }

@@ -122,6 +122,7 @@ def _cells(one: dict[str, Any]) -> dict[str, str]:
         "finished/s": f"{one['throughput_per_s']:.1f}",
         "answers, ms: p50 / p99": _spread(one["answer_ms"]),
         "refusals, ms: p50 / p99": _spread(one["refusal_ms"]),
+        "the same since sent, ms: p50 / p99": _spread(one["refusal_since_sent_ms"]),
         "asked too late, ms: p50 / p99": _spread(one["late_ms"]),
         "of a CPU: generator / coordinator": f"{one['generator_cpu']:.2f} / "
         + ("" if share is None else f"{share:.2f}"),

@@ -243,6 +243,7 @@ async def scripted_cluster(
     lease_s: float = 30.0,
     deadline_s: float = 20.0,
     unread_tokens: int = 4096,
+    most_write_s: float = 60.0,
 ) -> AsyncIterator[ScriptedCluster]:
     """A coordinator on a free loopback port; nothing is left running afterwards."""
     config = ClusterConfig.model_validate(
@@ -260,7 +261,8 @@ async def scripted_cluster(
     dispatcher = build_dispatcher(config, spec, MonotonicClock())
     intake = build_intake(config, spec, codec or load_text(model))
     card, fleet = ModelCard("tiny", "fp32"), Fleet()
-    server = build_server(dispatcher, fleet, intake, card, config.limits.max_message_bytes, DRAIN_LIMIT_S)
+    most_bytes = config.limits.max_message_bytes
+    server = build_server(dispatcher, fleet, intake, card, most_bytes, DRAIN_LIMIT_S, most_write_s=most_write_s)
     address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
     await server.start()
     placing = asyncio.ensure_future(dispatcher.run())

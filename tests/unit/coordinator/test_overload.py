@@ -95,6 +95,14 @@ def test_the_deadline_of_the_call_is_one_of_the_request() -> None:
     run(script)
 
 
+async def wide_pair(cluster: ScriptedCluster, **options: Any) -> ScriptedWorker:
+    """A pair with blocks for the whole context; the decode worker, which has the options."""
+    cluster.attach("prefill-0", total_blocks=4096)
+    decode = cluster.attach("decode-0", total_blocks=4096, **options)
+    await until(lambda: cluster.dispatcher.readiness.serving, "serving")
+    return decode
+
+
 async def read_slowly(address: str, max_tokens: int, go_on: asyncio.Event) -> Any:
     """Take two events, then nothing until `go_on`; the status and the tokens that came."""
     options: Any = [*channel_options(), *NARROW]
@@ -114,28 +122,28 @@ async def read_slowly(address: str, max_tokens: int, go_on: asyncio.Event) -> An
 
 def test_a_client_that_does_not_read_is_ended_and_hinders_nobody() -> None:
     async def script(cluster: ScriptedCluster) -> None:
-        _, decode = await cluster.pair(max_running=16, total_blocks=4096)
+        decode = await wide_pair(cluster, max_running=16)
         go_on = asyncio.Event()
-        slow = asyncio.ensure_future(read_slowly(cluster.address, 1500, go_on))
-        others = [Answer(cluster, message(max_tokens=300)) for _ in range(15)]
+        slow = asyncio.ensure_future(read_slowly(cluster.address, 600, go_on))
+        others = [Answer(cluster, message(max_tokens=100)) for _ in range(7)]
         for answer in others:
             await answer.whole()
-            assert answer.ids == [token_at(position) for position in range(5, 305)]
+            assert answer.ids == [token_at(position) for position in range(5, 105)], answer.failure
         await cluster.until_idle()  # without the slow one's help
-        assert decode.held == {} and decode.heard_of(Cancel)
+        await until(lambda: not decode.held and bool(decode.heard_of(Cancel)), "Cancel")
         go_on.set()
         code, details, name, ids = await slow
         assert (code, name) == (grpc.StatusCode.ABORTED, NotRead.__name__)
-        assert details.startswith("the client has left more than 300 tokens unread; ")
+        assert details.startswith("the client has left more than 100 tokens unread; ")
         assert details.endswith(f"{len(ids)} tokens were delivered")
-        assert ids == [token_at(position) for position in range(5, 5 + len(ids))] and 300 < len(ids) < 1500
+        assert ids == [token_at(position) for position in range(5, 5 + len(ids))] and 100 < len(ids) < 600
 
-    run(script, unread_tokens=300)
+    run(script, unread_tokens=100)
 
 
 def test_a_client_that_reads_late_has_all() -> None:
     async def script(cluster: ScriptedCluster) -> None:
-        await cluster.pair(total_blocks=4096)
+        await wide_pair(cluster)
         go_on = asyncio.Event()
         slow = asyncio.ensure_future(read_slowly(cluster.address, 900, go_on))
         await until(lambda: cluster.dispatcher.num_running > 0, "it runs")
@@ -145,3 +153,19 @@ def test_a_client_that_reads_late_has_all() -> None:
         assert code is grpc.StatusCode.OK and ids == [token_at(position) for position in range(5, 905)]
 
     run(script)
+
+
+def test_a_client_that_takes_nothing_for_too_long_is_ended() -> None:
+    async def script(cluster: ScriptedCluster) -> None:
+        decode = await wide_pair(cluster, pause_at=500)
+        go_on = asyncio.Event()
+        slow = asyncio.ensure_future(read_slowly(cluster.address, 600, go_on))
+        await until(lambda: bool(decode.heard_of(Cancel)), "its request is cancelled")
+        await cluster.until_idle()
+        go_on.set()
+        code, details, name, ids = await slow
+        assert (code, name) == (grpc.StatusCode.ABORTED, NotRead.__name__)
+        assert details == "the client has taken nothing for 0.3 s; its request was ended"
+        assert ids == [token_at(position) for position in range(5, 5 + len(ids))]
+
+    run(script, most_write_s=0.3)
