@@ -29,6 +29,8 @@ class CoordinatorMetrics:
         """`ignored`: what the tracker counts; read at a scrape."""
         self.registry = CollectorRegistry()
         self._requests = self._counter("loopline_requests", "Requests that ended, by how.", "ending", Ending)
+        what = "Requests that were refused because the queue was full."
+        self._refused = Counter("loopline_refused_requests", what, registry=self.registry)
         what = "Attempts at a request that workers could not finish, by why."
         self._failed_attempts = self._counter("loopline_failed_attempts", what, "cause", Cause)
         what = "Workers that were lost, by what showed it."
@@ -39,6 +41,9 @@ class CoordinatorMetrics:
 
     def ended(self, ending: Ending) -> None:
         self._requests.labels(ending).inc()
+
+    def refused(self) -> None:
+        self._refused.inc()
 
     def attempt_failed(self, cause: Cause) -> None:
         self._failed_attempts.labels(cause).inc()

@@ -28,7 +28,7 @@ from coordinator.render import (
     status_message,
 )
 from coordinator.streams import Finish, Tokens, WorkerStream
-from loopline.errors import LooplineError, NotRead, OperatorError
+from loopline.errors import LooplineError, NotRead, OperatorError, Overloaded
 from loopline.identity import WorkerId
 from loopline.messages import LauncherReport, Register, Rejected
 from loopline.request import Route, Timing, Usage
@@ -79,6 +79,8 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
                 return
             stream = self._dispatcher.submit(request, left_s, submission.decoder, submission.priority)
         except LooplineError as error:
+            if isinstance(error, Overloaded):
+                self._dispatcher.metrics.refused()
             refusal, metadata = error_status(error)
             await context.abort(refusal, str(error), metadata)
         text = "accepted: %d prompt tokens, at most %d new ones, label %r"

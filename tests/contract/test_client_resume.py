@@ -312,6 +312,30 @@ class Gone(grpc.RpcError):
         return ()
 
 
+class Refused(Gone):
+    """A full queue that says when to come again."""
+
+    def __init__(self, hint: str) -> None:
+        self._hint = hint
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((ERROR_KEY, "Overloaded"), ("grpc-retry-pushback-ms", self._hint))
+
+
+@pytest.mark.parametrize(("hint", "hint_s", "pause_s"), [("2500", 2.5, 2.5), ("1", 0.001, 0.1), ("-1", None, 0.1)])
+def test_a_full_queue_is_asked_again_when_it_said(hint: str, hint_s: float | None, pause_s: float) -> None:
+    answer = _answer(True)
+    answer.next_call(100.0)
+    with pytest.raises(Overloaded) as caught:  # it was never let in: the user decides
+        answer.pause_s(Refused(hint), 100.0)
+    assert caught.value.retry_after_s == hint_s
+    answer.take(Accepted("r", 1, 5), 100.0)
+    assert answer.pause_s(Refused(hint), 100.0) == pause_s
+
+
 @pytest.mark.parametrize(("is_known", "patience_s"), [(False, 5.0), (True, 15.0)])
 def test_without_a_deadline_patience_has_an_end(is_known: bool, patience_s: float) -> None:
     answer, now_s = _answer(is_known), 100.0

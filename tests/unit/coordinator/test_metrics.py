@@ -15,6 +15,7 @@ def test_a_scrape_shows_each_cause_as_a_series_of_its_own() -> None:
     metrics = CoordinatorMetrics(ignored)
     metrics.attempt_failed(Cause.PEER_LOST)
     metrics.ended(Ending.DEADLINE)
+    metrics.refused()
     metrics.worker_lost(LossReason.LEASE)
     port = metrics.serve("127.0.0.1", 0)
     ignored[Cause.STALE] += 1
@@ -24,6 +25,7 @@ def test_a_scrape_shows_each_cause_as_a_series_of_its_own() -> None:
     assert 'loopline_failed_attempts_total{cause="transfer_timeout"} 0.0' in lines
     assert 'loopline_requests_total{ending="deadline"} 1.0' in lines
     assert 'loopline_requests_total{ending="finished"} 0.0' in lines
+    assert "loopline_refused_requests_total 1.0" in lines
     assert 'loopline_lost_workers_total{reason="lease"} 1.0' in lines
     assert 'loopline_ignored_messages_total{cause="stale"} 3.0' in lines
 
