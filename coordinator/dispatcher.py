@@ -15,11 +15,12 @@ from coordinator.clients import Clients
 from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
 from coordinator.leases import LeaseTimer
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.policies import LeastWork, Policy
 from coordinator.queue import RequestQueue
 from coordinator.readiness import Readiness
 from coordinator.registry import LossReason, Refused, Registry
 from coordinator.reply_watch import ReplyWatch
-from coordinator.router import choose_decode, choose_prefill
+from coordinator.router import Round, Router
 from coordinator.snapshot import Backlog, ClusterSnapshot
 from coordinator.streams import ClientStream, Taken, WorkerStream
 from coordinator.tracker import Tracker
@@ -32,6 +33,7 @@ from loopline.messages import (
     PairFailed,
     PairReady,
     Prefilled,
+    PrefixReport,
     Register,
     RequestFailed,
     Reserved,
@@ -64,10 +66,11 @@ class Dispatcher:
         unread_tokens: int,
         limits: Limits,
         rate_floor_bytes_per_s: float | None = None,
+        policy: Policy | None = None,
         probe_params: SamplingParams,
         probe_token_id: int,
     ) -> None:
-        """`limits.arena_tokens` holds until workers have joined."""
+        """`limits.arena_tokens` holds until workers have joined. `policy`: by default the least work."""
         self.epoch = epoch
         self.lease_s = lease_s
         self.readiness = Readiness(probe_params, probe_token_id)
@@ -79,6 +82,7 @@ class Dispatcher:
         self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share)
         self.metrics = CoordinatorMetrics(self._tracker.ignored)
         self._reply_watch = ReplyWatch(self._tracker, self._registry, self._carry_out, reply_timeout_s)
+        self._router = Router(policy or LeastWork())
         self._queue = RequestQueue(queue_limit)
         self._workers: dict[WorkerId, WorkerStream] = {}
         self._clients = Clients(unread_tokens, self._on_deadline)
@@ -190,7 +194,7 @@ class Dispatcher:
             self.lose(joined.superseded, LossReason.REPLACED)
         self._workers[register.peer.worker] = stream = WorkerStream()
         stream.send(Welcome(self.epoch, self.lease_s))
-        self._carry_out(joined.commands)
+        self._carry_out((*joined.commands, *self._router.joined(register, self._clock.now_s())))
         self._leases.arm()
         return stream
 
@@ -203,6 +207,7 @@ class Dispatcher:
             self.metrics.worker_lost(reason)
         proven, lapsed = reason is LossReason.REAPED, reason is LossReason.LEASE
         commands = self._registry.lose(worker, proven=proven, lapsed=lapsed)
+        self._router.lost(worker)
         stream = self._workers.pop(worker, None)
         if stream is not None:
             stream.close()
@@ -237,6 +242,8 @@ class Dispatcher:
                     self.ignored[Cause.UNKNOWN] += 1
             case PairFailed():
                 self._registry.pair_failed(worker, message)
+            case PrefixReport():
+                self._carry_out(self._router.reported(worker, message, self._clock.now_s()))
             case Register():
                 self.ignored[Cause.DUPLICATE] += 1
             case _:
@@ -289,6 +296,7 @@ class Dispatcher:
                     self._see_token()
                     left.extend(self._deliver(request_id, row))
                 case AttemptFailed(request_id, cause, detail):
+                    self._router.failed(effect, self._clock.now_s())
                     _LOG.warning("an attempt failed: %s", detail, extra=about(request_id))
                     self.metrics.attempt_failed(cause)
                 case Requeue(request_id):
@@ -315,6 +323,7 @@ class Dispatcher:
             _LOG.info(text, *numbers, route.prefill or "nobody", route.decode or "nobody", extra=about(request_id))
         self._queue.remove(request_id, self._clock.now_s())
         self._groups.pop(request_id, None)
+        self._router.ended(request_id)
         self._clients.end(request_id, outcome)
         if request_id == self.readiness.probe_id and self.readiness.probe_ended(outcome):
             self._see_token()
@@ -322,10 +331,10 @@ class Dispatcher:
     def _see_token(self) -> None:
         """A token has come through."""
         if not self.readiness.serving:
-            self.readiness.token_came(self._membership().has_ready_pair)
+            self.readiness.token_came(self._registry.has_ready_pair)
 
     def _probe_if_needed(self) -> None:
-        probe = self.readiness.look(self._membership().has_ready_pair)
+        probe = self.readiness.look(self._registry.has_ready_pair)
         if probe is not None:
             self._admit(probe, _PROBE_DEADLINE_S, None)
             self._put_back(probe.request_id)
@@ -343,23 +352,24 @@ class Dispatcher:
             self._probe_if_needed()
             awaiting = self._tracker.awaiting_prefill()
             if awaiting or len(self._queue):
-                self._reserve_decode_workers(self._bind_prefill_workers(awaiting, self.snapshot()))
+                snapshot = self.snapshot()
+                placing = self._router.begin(snapshot, self._clock.now_s())
+                self._bind_prefill_workers(awaiting, placing)
+                self._reserve_decode_workers(placing, self._limits_of(snapshot))
 
-    def _bind_prefill_workers(self, request_ids: Iterable[str], snapshot: ClusterSnapshot) -> ClusterSnapshot:
-        """Returns the snapshot with what was given."""
+    def _bind_prefill_workers(self, request_ids: Iterable[str], placing: Round) -> None:
         for request_id in request_ids:
-            worker = self._tracker.decode_worker(request_id)
-            decode = snapshot.find(worker) if worker is not None else None
+            decode = self._tracker.decode_worker(request_id)
             if decode is None:
                 continue
-            is_suspect = self._tracker.is_suspect(request_id)
-            prefill = choose_prefill(self._tracker.request(request_id), snapshot, decode, is_suspect=is_suspect)
+            request, is_suspect = self._tracker.request(request_id), self._tracker.is_suspect(request_id)
+            prefill = placing.choose_prefill(request, decode, is_suspect=is_suspect)
             if prefill is not None:
-                self._carry_out(self._tracker.bind(request_id, prefill.peer))
-                snapshot = snapshot.with_request(self._tracker.assignment(request_id))
-        return snapshot
+                before, hinted = self._tracker.assignment(request_id), placing.cached_tokens(request, prefill)
+                self._carry_out(self._tracker.bind(request_id, prefill.peer, hinted))
+                placing.placed(request, before, self._tracker.assignment(request_id))
 
-    def _reserve_decode_workers(self, snapshot: ClusterSnapshot) -> None:
+    def _reserve_decode_workers(self, placing: Round, limits: Limits) -> None:
         """In the queue's order. A request that finds no room holds back those behind it; a recovered one that must stay
         in its pairing group, or away from another suspect, does not. So whatever the queue's length, tried are those
         that were on workers before, those that are placed now, and one more."""
@@ -367,22 +377,22 @@ class Dispatcher:
             request = self._tracker.request(request_id)
             is_bound = self._tracker.has_delivered(request_id) or bool(request.generated_ids)
             group = self._groups.get(request_id) if is_bound else None
-            if not is_bound and self._end_if_too_large(request, snapshot):
+            if not is_bound and self._end_if_too_large(request, limits):
                 continue
             is_suspect = self._tracker.is_suspect(request_id)
-            decode = choose_decode(request, snapshot, group, is_suspect=is_suspect)
+            decode = placing.choose_decode(request, group, is_suspect=is_suspect)
             if decode is not None:
                 self._queue.remove(request_id, self._clock.now_s())
                 self._groups[request_id] = decode.group
                 self._carry_out(self._tracker.reserve(request_id, decode.peer))
-                snapshot = snapshot.with_request(self._tracker.assignment(request_id))
-            elif group is None and not (is_suspect and snapshot.has_suspects):
+                placing.placed(request, {}, self._tracker.assignment(request_id))
+            elif group is None and not (is_suspect and placing.has_suspects):
                 return
 
-    def _end_if_too_large(self, request: Request, snapshot: ClusterSnapshot) -> bool:
+    def _end_if_too_large(self, request: Request, limits: Limits) -> bool:
         """Requests that were taken before workers joined meet the arena's size here."""
         try:
-            check_size(request, self._limits_of(snapshot))
+            check_size(request, limits)
         except RequestTooLarge as error:
             self._carry_out(self._tracker.give_up(request.request_id, Ending.TOO_LARGE, str(error)))
             return True

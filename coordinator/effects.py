@@ -65,6 +65,7 @@ class AttemptFailed:
     request_id: str
     cause: Cause
     detail: str
+    fault: tuple[WorkerId, ...] = ()  # most likely of this worker, or of the link between these (prefill, decode)
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ class Intake:
             loops=_given(sampling, "loops", None),
             initial_state=_initial_state(sampling),
             delivered_token_ids=tuple(message.delivered_token_ids),
+            session=message.session,
         )
 
     def _prompt(self, message: Any) -> Prompt:

@@ -6,7 +6,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from loopline.errors import IllegalTransition
-from loopline.identity import HandoffKey, Peer, WorkerId
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import HandoffStats
 from loopline.request import Request, Route, Timing, Usage
 
@@ -50,6 +50,14 @@ TABLE: dict[tuple[State, Move], State] = {
 
 _ASKED: Mapping[State, str] = MappingProxyType({State.RESERVING: "Reserve", State.BINDING: "Bind"})
 """What the decode worker must answer."""
+_WORKER_FAULTS = (Cause.INTERNAL, Cause.NO_REPLY)
+_LINK_FAULTS = (
+    Cause.TRANSFER_FAILED,
+    Cause.TRANSFER_TIMEOUT,
+    Cause.CORRUPTED,
+    Cause.INCOMPLETE,
+    Cause.PEER_LOST,
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class Life:
     is_suspect: bool = False  # the last of these ended with the loss of a worker
     delivered_in_attempt: int = 0
     cached_tokens: int = 0
+    hinted_tokens: int = 0  # what the prefill worker was believed to have cached when it was chosen
     stats: HandoffStats | None = None
     left_queue_at_s: float | None = None
     first_token_at_s: float | None = None
@@ -131,6 +140,16 @@ class Life:
             return f"has not answered {_ASKED[self.state]}"
         return None if self.key in books.keys else "does not know the request"
 
+    def fault(self, cause: Cause, worker: WorkerId | None) -> tuple[WorkerId, ...]:
+        """Whose fault a failure is that `worker` told of, or is the reason of: its own, the link's, or nobody's."""
+        if worker is None or self.decode is None:
+            return ()
+        if cause in _WORKER_FAULTS:
+            return (worker,)
+        if cause in _LINK_FAULTS and self.prefill is not None:
+            return (self.prefill.worker, self.decode.worker)
+        return ()
+
     def leave_workers(self) -> None:
         """Forget the current generation's workers, keeping their names for the route."""
         for peer in (self.prefill, self.decode):
@@ -138,6 +157,7 @@ class Life:
                 self.earlier_workers.append(peer.name)
         self.decode = self.prefill = None
         self.handoff_open = self.prefill_running = self.writer_left = False
+        self.hinted_tokens = 0
         self.sound_at_s.clear()
 
     def usage(self) -> Usage:

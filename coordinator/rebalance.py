@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from coordinator.router import has_decode_room, worst_case_blocks
+from coordinator.room import has_decode_room
 from coordinator.snapshot import Backlog, ClusterSnapshot, WorkerView
 from loopline.identity import Role, WorkerState
 from loopline.messages import LauncherReport, WorkerCounts
@@ -212,7 +212,7 @@ def _has_room(request: Request | None, decode: list[WorkerView]) -> bool:
 
 def _part_held(view: WorkerView) -> float:
     slots = len(view.assigned) / view.capacity.max_running
-    return min(1.0, max(slots, worst_case_blocks(view) / max(1, view.usable_blocks)))
+    return min(1.0, max(slots, view.sums.most_blocks / max(1, view.usable_blocks)))
 
 
 def _is_settled(living: list[WorkerView], launcher: LauncherReport | None) -> bool:

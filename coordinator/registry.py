@@ -80,6 +80,7 @@ class Registry:
         self._peer_share = peer_share
         self._alive: dict[WorkerId, _Member] = {}
         self._lost: dict[WorkerId, _Member] = {}
+        self._pairs: dict[WorkerId, tuple[WorkerId, ...]] | None = None  # None: links have changed
         self._proofs: dict[str, None] = {}  # uuids of processes that are known to have ended, whoever they had joined
 
     def __contains__(self, worker: WorkerId) -> bool:
@@ -123,7 +124,7 @@ class Registry:
         if unreachable is not None:
             return Refused(f"worker {peer.name}: {unreachable}", retry=False)
         self._report_group(member, superseded)
-        self._alive[peer.worker] = member
+        self._alive[peer.worker], self._pairs = member, None
         gone = [other for other in self._lost.values() if other.proven and _may_pair(member, other)]
         commands = [Send(member.worker, PeerGone(other.worker, proven=True)) for other in gone]
         known = {other.worker.uuid for other in gone}
@@ -154,7 +155,7 @@ class Registry:
         if not member.lost:
             member.lost, member.left = True, member.draining and not lapsed
         member.proven = member.proven or proven
-        self._lost[worker] = member
+        self._lost[worker], self._pairs = member, None
         self._forget_some()
         for other in self._alive.values():
             other.links.pop(worker, None)
@@ -248,10 +249,12 @@ class Registry:
             )
         member.links[message.decode] = Link(message.decode, name, message.transport, rate, is_slow)
         member.failed_pairs.pop(message.decode, None)
+        self._pairs = None
         return True
 
     def pair_failed(self, worker: WorkerId, message: PairFailed) -> None:
         member = self._alive[worker]
+        self._pairs = None
         member.links.pop(message.decode, None)
         member.failed_pairs[message.decode] = message.reason
         _LOG.warning("pair %s -> %s failed: %s", member.register.peer.name, self.name(message.decode), message.reason)
@@ -293,10 +296,24 @@ class Registry:
             heartbeat_age_s=now_s - member.heard_at_s,
         )
 
+    @property
+    def has_ready_pair(self) -> bool:
+        """Whether a decode worker is ready; like the snapshot's, at no cost."""
+        decode = (member for member in self._alive.values() if member.register.role is Role.DECODE)
+        return any(not member.draining and self._ready_pairs(member) for member in decode)
+
     def _ready_pairs(self, member: _Member) -> tuple[WorkerId, ...]:
-        if member.register.role is Role.PREFILL:
-            return tuple(member.links)
-        return tuple(other.worker for other in self._alive.values() if member.worker in other.links)
+        """Found for all workers at once, when links have changed. Workers with equal links have one tuple."""
+        if self._pairs is None:
+            links: dict[WorkerId, list[WorkerId]] = {}
+            for other in self._alive.values():
+                for decode in other.links:
+                    links.setdefault(decode, []).append(other.worker)
+                    links.setdefault(other.worker, []).append(decode)
+            shared: dict[tuple[WorkerId, ...], tuple[WorkerId, ...]] = {}
+            found = ((worker, tuple(others)) for worker, others in links.items())
+            self._pairs = {worker: shared.setdefault(others, others) for worker, others in found}
+        return self._pairs.get(member.worker, ())
 
 
 def _end_of(uuid: str) -> PeerGone:

@@ -1,120 +1,139 @@
-"""Which workers run a request: pure functions of the request and a snapshot.
+"""Which workers run a request: what may be comes from `coordinator.room`, what is preferred from a policy.
 
-Room is what a worker said that it has (its arena, its running slots) less the tracker's requests that were given to it,
-and less the blocks that its last heartbeat had in quarantine. None of it is a counter that a lost message could leak.
-The worker has the last word: it may answer "no room", and is then skipped until its next heartbeat. The fewest
-token-loops win; ties go to fewest assigned requests, then to the name.
-
-No worker has two suspects: of the requests that a worker was lost with, one may be the reason, and would take the
-others with it again and again until all of them have had their attempts.
+`Router` keeps what a policy is told besides the snapshot (prefix caches, sessions) and who is avoided; a `Round` decides
+on one snapshot, and takes up what was given since. One event loop, no I/O: the dispatcher calls, and sends.
 """
 
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from coordinator.avoidance import Avoidance
+from coordinator.effects import Assigned, AttemptFailed, Send
+from coordinator.policies import Hints, Policy
+from coordinator.prefixes import PrefixTable, RequestPrefixes
+from coordinator.room import Candidates, Room, WorkerRoom
+from coordinator.sessions import Sessions
 from coordinator.snapshot import ClusterSnapshot, WorkerView
-from loopline.identity import Fingerprint, Role
+from loopline.errors import InvariantBroken
+from loopline.identity import Fingerprint, Role, WorkerId
+from loopline.messages import PrefixReport, Register, ReportPrefixes
 from loopline.request import Request
-from loopline.settings import peer_slots
+
+_LOG = logging.getLogger(__name__)
 
 
-def choose_decode(
-    request: Request, snapshot: ClusterSnapshot, group: Fingerprint | None = None, *, is_suspect: bool = False
-) -> WorkerView | None:
-    """The decode worker to ask for blocks, or None: no room now. `group`: only workers that compute the same."""
-    candidates = [
-        view
-        for view in snapshot.with_role(Role.DECODE)
-        if view.takes_work
-        and (group is None or view.group == group)
-        and not (is_suspect and view.has_suspect)
-        and has_decode_room(view, request)
-        and _has_prefill_slot(view, snapshot)
-    ]
-    return min(candidates, key=_preference, default=None)
+class Router:
+    """One for a coordinator's life."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.avoidance = Avoidance()
+        self.prefixes = PrefixTable()
+        self.requests = RequestPrefixes()
+        self.sessions = Sessions()
+
+    def joined(self, register: Register, now_s: float) -> list[Send]:
+        """A worker is in; what to ask it."""
+        if not self.policy.needs_prefixes:
+            return []
+        worker = register.peer.worker
+        self.prefixes.joined(worker, register.capacity.total_blocks, now_s)
+        return [Send(worker, ReportPrefixes())]
+
+    def lost(self, worker: WorkerId) -> None:
+        self.prefixes.lost(worker)
+        self.avoidance.forget(worker)
+
+    def reported(self, worker: WorkerId, report: PrefixReport, now_s: float) -> list[Send]:
+        """What a worker says of its prefix cache; after a gap it is asked for all of it."""
+        return [Send(worker, ReportPrefixes())] if self.prefixes.take(worker, report, now_s) else []
+
+    def failed(self, failed: AttemptFailed, now_s: float) -> None:
+        """Go past whoever is to blame, for a while."""
+        hold_s = self.avoidance.failed(failed.fault, now_s) if failed.fault else None
+        if hold_s is not None:
+            names = " -> ".join(f"{worker.uuid}/{worker.epoch}" for worker in failed.fault)
+            what = "link" if len(failed.fault) > 1 else "worker"
+            _LOG.warning("%s %s is avoided for %g s: %s", what, names, hold_s, failed.detail)
+
+    def ended(self, request_id: str) -> None:
+        """Nothing of this request is placed any more."""
+        self.requests.ended(request_id)
+
+    def begin(self, snapshot: ClusterSnapshot, now_s: float) -> "Round":
+        """Decide on this snapshot, without those who are avoided now."""
+        return Round(self, replace(snapshot, avoided=self.avoidance.at(now_s)))
 
 
-def choose_prefill(
-    request: Request, snapshot: ClusterSnapshot, decode: WorkerView, *, is_suspect: bool = False
-) -> WorkerView | None:
-    """The prefill worker to bind for a request that holds a reservation on `decode`, or None: no room now."""
-    candidates = [
-        view
-        for view in _paired_prefill(decode, snapshot)
-        if _slots_for(decode, view, snapshot) > 0
-        and _has_prefill_blocks(decode, view, request, snapshot)
-        and not (is_suspect and view.has_suspect)
-    ]
-    return min(candidates, key=_preference, default=None)
+class Round:
+    """Decisions on one snapshot, each a function of it, of the request, and of what was placed before."""
+
+    def __init__(self, router: Router, snapshot: ClusterSnapshot) -> None:
+        self._router = router
+        self._room = Room(snapshot)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a worker has been given a suspect."""
+        return self._room.has_suspects
+
+    def choose_decode(
+        self, request: Request, group: Fingerprint | None = None, *, is_suspect: bool = False
+    ) -> WorkerView | None:
+        """The decode worker to ask for blocks, or None: no room now. `group`: only workers that compute the same."""
+        candidates = self._room.for_decode(request, group, is_suspect)
+        if not candidates.num_places:
+            return None
+        hints = self._hints(request, Role.DECODE)
+        return _checked(self._router.policy.choose_decode(request, candidates, hints), candidates)
+
+    def choose_prefill(self, request: Request, decode: WorkerId, *, is_suspect: bool = False) -> WorkerView | None:
+        """The prefill worker to bind for a request that holds a reservation on `decode`, or None: no room now."""
+        holder = self._room.find(decode)
+        if holder is None:
+            return None
+        candidates = self._room.for_prefill(request, holder, is_suspect)
+        if not candidates.num_places:
+            return None
+        hints = self._hints(request, Role.PREFILL)
+        return _checked(self._router.policy.choose_prefill(request, candidates, hints), candidates)
+
+    def cached_tokens(self, request: Request, view: WorkerView) -> int:
+        """Tokens of the request that a worker most likely has cached; 0 under a policy that does not ask."""
+        if not self._router.policy.needs_prefixes:
+            return 0
+        size = view.capacity.block_size
+        digests = self._router.requests.digests(request, view.group, size)
+        return size * self._router.prefixes.num_cached(view.peer.worker, digests)
+
+    def placed(self, request: Request, before: Mapping[WorkerId, Assigned], after: Mapping[WorkerId, Assigned]) -> None:
+        """A request was given to a worker: its rows were those of `before`, and are those of `after`."""
+        self._room.given(before, after)
+        for worker in after:
+            room = self._room.find(worker)
+            if room is not None:
+                self._router.sessions.placed(request.session, room.view.role, worker)
+
+    def _hints(self, request: Request, role: Role) -> Hints:
+        chains: dict[int, Sequence[bytes]] = {}
+        router = self._router
+
+        def cached_tokens(room: WorkerRoom) -> int:
+            size = room.view.capacity.block_size
+            digests = chains.get(room.group)
+            if digests is None:
+                chains[room.group] = digests = router.requests.digests(request, room.view.group, size)
+            return size * router.prefixes.num_cached(room.worker, digests)
+
+        return Hints(cached_tokens, router.sessions.last(request.session, role))
 
 
-def _preference(view: WorkerView) -> tuple[int, int, str]:
-    return (view.token_loops, len(view.assigned), view.peer.name)
-
-
-def has_decode_room(view: WorkerView, request: Request) -> bool:
-    """Whether a decode worker has a slot and blocks for one more request, beside all that it was given."""
-    if len(view.assigned) >= view.capacity.max_running:
-        return False
-    return worst_case_blocks(view) + _num_blocks(request.max_kv_tokens, view) <= view.usable_blocks
-
-
-def worst_case_blocks(view: WorkerView) -> int:
-    """Blocks that the requests given to a decode worker may come to need."""
-    return sum(_num_blocks(row.max_kv_tokens, view) for row in view.assigned)
-
-
-def _has_prefill_blocks(decode: WorkerView, prefill: WorkerView, request: Request, snapshot: ClusterSnapshot) -> bool:
-    """Whether the prompt fits beside all that the worker was given; one of several decode workers has a share, and one
-    request of it always fits, as the worker's own gate has it."""
-    needed = _num_blocks(request.num_known_tokens, prefill)
-    held = {row: _num_blocks(row.num_known_tokens, prefill) for row in prefill.assigned}
-    if sum(held.values()) + needed > prefill.usable_blocks:
-        return False
-    mine = [count for row, count in held.items() if row.decode == decode.worker]
-    if not mine or len(prefill.ready_pairs) < 2:
-        return True
-    return sum(mine) + needed <= snapshot.peer_share * prefill.usable_blocks
-
-
-def _num_blocks(num_tokens: int, view: WorkerView) -> int:
-    return -(-num_tokens // view.capacity.block_size)
-
-
-def _paired_prefill(decode: WorkerView, snapshot: ClusterSnapshot) -> list[WorkerView]:
-    return [
-        view
-        for view in snapshot.with_role(Role.PREFILL)
-        if view.takes_work and decode.worker in view.ready_pairs and view.group == decode.group
-    ]
-
-
-def _has_prefill_slot(decode: WorkerView, snapshot: ClusterSnapshot) -> bool:
-    """Is a slot of the prefill workers left for one more request of `decode`, after those that wait for one? A decode
-    worker whose share is used up leaves the rest to others, however many of its requests wait."""
-    slots = _slots_of(decode, snapshot)
-    if slots <= _num_awaiting(decode):
-        return False
-    group = [view for view in snapshot.with_role(Role.DECODE) if view.group == decode.group]
-    claimed = sum(min(_num_awaiting(view), _slots_of(view, snapshot)) for view in group)
-    return claimed < sum(_free_slots(view) for view in _paired_prefill(decode, snapshot))
-
-
-def _num_awaiting(decode: WorkerView) -> int:
-    """Its requests that will need a prefill worker next."""
-    return sum(row.awaits_prefill for row in decode.assigned)
-
-
-def _slots_of(decode: WorkerView, snapshot: ClusterSnapshot) -> int:
-    """Requests that the prefill workers paired with `decode` can still take for it."""
-    return sum(_slots_for(decode, view, snapshot) for view in _paired_prefill(decode, snapshot))
-
-
-def _slots_for(decode: WorkerView, prefill: WorkerView, snapshot: ClusterSnapshot) -> int:
-    """Requests that this prefill worker can still take for `decode`: one of several has a share."""
-    free = _free_slots(prefill)
-    if len(prefill.ready_pairs) < 2:
-        return free
-    given = sum(row.decode == decode.worker for row in prefill.assigned)
-    return max(0, min(free, peer_slots(prefill.capacity.max_running, snapshot.peer_share) - given))
-
-
-def _free_slots(prefill: WorkerView) -> int:
-    return max(0, prefill.capacity.max_running - len(prefill.assigned))
+def _checked(chosen: WorkerRoom | None, candidates: Candidates) -> WorkerView | None:
+    """A policy that names nobody starves nobody, and one that names a worker without room is a bug."""
+    if chosen is None:
+        chosen = next(iter(candidates), None)
+        return None if chosen is None else chosen.view
+    if not candidates.may_be(chosen):
+        raise InvariantBroken(f"the policy chose worker {chosen.name}, which may not get the request")
+    return chosen.view

@@ -17,6 +17,7 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.fleet import Fleet
 from coordinator.intake import Intake
 from coordinator.operations import OperationsServicer
+from coordinator.policies import make_policy
 from coordinator.rebalance_watch import RebalanceWatch
 from coordinator.service import MOST_WRITE_S, ClusterServicer, LooplineServicer, ModelCard
 from loopline.clock import Clock, MonotonicClock
@@ -79,6 +80,7 @@ def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock, *, ea
             arena_tokens=spec.context_tokens,
         ),
         rate_floor_bytes_per_s=config.transfer.rate_floor_bytes_per_s,
+        policy=make_policy(config.routing.policy, config.routing.load_weight),
         probe_params=probe,
         probe_token_id=spec.bos_id or 0,
     )

@@ -2,7 +2,8 @@
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from coordinator.effects import Assigned
 from loopline.identity import Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad, WorkerState
@@ -18,6 +19,27 @@ class Link:
     transport: str
     bytes_per_s: float
     is_slow: bool  # under the configured floor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What a worker was given and has not ended, added up. Blocks are of its own size."""
+
+    num_requests: int
+    num_awaiting: int
+    num_suspects: int
+    token_loops: int
+    known_blocks: int  # for the tokens that are known
+    most_blocks: int  # that they may come to need
+    by_decode: Mapping[WorkerId, tuple[int, int]]  # on a prefill worker: (requests, known blocks) by whom they are for
+
+
+@dataclass(frozen=True)
+class Avoided:
+    """Whom the router goes past while there is another: workers, and links as (prefill, decode)."""
+
+    workers: frozenset[WorkerId] = frozenset()
+    links: frozenset[tuple[WorkerId, WorkerId]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +72,31 @@ class WorkerView:
         """Blocks of its arena that are not in quarantine."""
         return self.capacity.total_blocks - (self.load.blocks.quarantined if self.load is not None else 0)
 
-    @property
-    def has_suspect(self) -> bool:
-        """Whether one of the requests that were given to it may be what ends workers."""
-        return any(row.is_suspect for row in self.assigned)
+    @cached_property
+    def sums(self) -> Sums:
+        """Of `assigned`, added up once."""
+        by_decode: dict[WorkerId, tuple[int, int]] = {}
+        known_blocks = most_blocks = 0
+        for row in self.assigned:
+            blocks = self.blocks_for(row.num_known_tokens)
+            known_blocks += blocks
+            most_blocks += self.blocks_for(row.max_kv_tokens)
+            if row.decode is not None:
+                requests, held = by_decode.get(row.decode, (0, 0))
+                by_decode[row.decode] = (requests + 1, held + blocks)
+        return Sums(
+            num_requests=len(self.assigned),
+            num_awaiting=sum(row.awaits_prefill for row in self.assigned),
+            num_suspects=sum(row.is_suspect for row in self.assigned),
+            token_loops=sum(row.token_loops for row in self.assigned),
+            known_blocks=known_blocks,
+            most_blocks=most_blocks,
+            by_decode=by_decode,
+        )
 
-    @property
-    def token_loops(self) -> int:
-        """Work that was given to it and is left."""
-        return sum(row.token_loops for row in self.assigned)
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks of this worker that `num_tokens` tokens need."""
+        return -(-num_tokens // self.capacity.block_size)
 
 
 @dataclass(frozen=True)
@@ -76,21 +114,13 @@ class ClusterSnapshot:
 
     workers: tuple[WorkerView, ...]
     peer_share: float = 1.0  # part of a prefill worker's slots that one of its several decode workers may have
+    avoided: Avoided = field(default_factory=Avoided)
 
     def with_role(self, role: Role) -> list[WorkerView]:
         return [view for view in self.workers if view.role is role and view.state is not WorkerState.LOST]
 
     def find(self, worker: WorkerId) -> WorkerView | None:
         return next((view for view in self.workers if view.worker == worker), None)
-
-    def with_request(self, rows: Mapping[WorkerId, Assigned]) -> "ClusterSnapshot":
-        """The same moment after a request was given to workers: these are its rows now."""
-        return replace(self, workers=tuple(_with_row(view, rows.get(view.worker)) for view in self.workers))
-
-    @property
-    def has_suspects(self) -> bool:
-        """Whether a worker has been given a suspect."""
-        return any(view.has_suspect for view in self.workers)
 
     @property
     def has_ready_pair(self) -> bool:
@@ -119,10 +149,3 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _with_row(view: WorkerView, row: Assigned | None) -> WorkerView:
-    if row is None:
-        return view
-    others = (other for other in view.assigned if other.request_id != row.request_id)
-    return replace(view, assigned=(*others, row))

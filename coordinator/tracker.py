@@ -108,7 +108,8 @@ class Tracker:
             )
         if life.prefill is not None and life.prefill_running:
             target = life.decode.worker if life.decode is not None else None
-            rows[life.prefill.worker] = Assigned(request_id, known, most, known * loops, False, target, life.is_suspect)
+            work = max(1, known - life.hinted_tokens) * loops
+            rows[life.prefill.worker] = Assigned(request_id, known, most, work, False, target, life.is_suspect)
         return rows
 
     # ---- moves that the coordinator makes --------------------------------------------------------------------------
@@ -133,11 +134,11 @@ class Tracker:
             life.left_queue_at_s = self._clock.now_s()
         return [Send(decode.worker, Reserve(life.key, life.request, self._remaining_s(life)))]
 
-    def bind(self, request_id: str, prefill: Peer) -> list[Effect]:
-        """Name `prefill` to the decode worker as the one writer."""
+    def bind(self, request_id: str, prefill: Peer, hinted_tokens: int = 0) -> list[Effect]:
+        """Name `prefill` to the decode worker as the one writer. `hinted_tokens`: those that it most likely has."""
         life = self._lives[request_id]
         self._lives.move(life, Move.BIND)
-        life.prefill, life.prefill_running = prefill, True
+        life.prefill, life.prefill_running, life.hinted_tokens = prefill, True, hinted_tokens
         assert life.decode is not None  # a RESERVED request has one
         life.sound_at_s[life.decode.worker] = self._clock.now_s()
         return [Send(life.decode.worker, Bind(life.key, prefill))]
@@ -252,7 +253,7 @@ class Tracker:
                     life.sound_at_s[peer.worker] = now_s
                 elif own.as_of_s >= life.sound_at_s[peer.worker] + self._reply_timeout_s:
                     detail = f"worker {peer.name} {fault} after {self._reply_timeout_s:g} s"
-                    effects += self._restart(life, None, Cause.NO_REPLY, detail)
+                    effects += self._restart(life, None, Cause.NO_REPLY, detail, culprit=peer.worker)
                     break
         unknown = {(worker, key) for worker, own in books.items() for key in own.keys if not self._needs(key)}
         effects += [Send(worker, Cancel(key, Cause.STALE)) for worker, key in sorted(unknown & self._unknown)]
@@ -325,13 +326,20 @@ class Tracker:
         return [failed, *self._close(life, final, self._cancels(life, cause, but=worker), detail or str(cause))]
 
     def _restart(
-        self, life: Life, worker: WorkerId | None, cause: Cause, detail: str, is_loss: bool = False
+        self,
+        life: Life,
+        worker: WorkerId | None,
+        cause: Cause,
+        detail: str,
+        is_loss: bool = False,
+        culprit: WorkerId | None = None,
     ) -> list[Effect]:
         """Give the current generation up and queue the request again; `worker` needs no Cancel (None: all do).
-        `is_loss`: it is lost."""
+        `is_loss`: it is lost. `culprit`: it is to blame, and needs a Cancel."""
         cancels = self._cancels(life, cause, but=worker)
         is_free = cause in _FREE_REFUSALS
-        failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail)]
+        fault = () if is_loss else life.fault(cause, culprit or worker)
+        failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail, fault)]
         if not is_free and life.delivered_in_attempt <= (_FROM_PREFILL if is_loss else 0):
             life.fruitless_attempts += 1
             life.is_suspect = life.is_suspect or is_loss

@@ -184,8 +184,13 @@ class LauncherConfig(Section):
 class RoutingConfig(Section):
     """Which workers run a request."""
 
-    policy: Literal["least_work"] = "least_work"
-    """least_work: the workers with the least queued work, in token-loops."""
+    policy: Literal["least_work", "power_of_two", "prefix_aware", "session_affinity"] = "least_work"
+    """least_work: the workers with the least work, in token-loops; power_of_two: the better of two that are drawn;
+    prefix_aware: what a worker would have to compute, with what it has cached, and its work; session_affinity: the
+    worker of the session's last turn."""
+    load_weight: Annotated[float, Field(ge=0, le=1000)] = 1.0
+    """prefix_aware: how much a token-loop of a worker's other work counts against one that is computed for the request
+    itself."""
     local_prefill_below_tokens: Literal[0] = 0
     """Prompts with fewer uncached tokens are prefilled on the decode worker itself; 0, the only value yet: none."""
 

@@ -39,11 +39,11 @@ STATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """States of a handoff, by role, in the words of the send and the receive table."""
 
-_TO_ALL = ("Cancel", "PeerGone", "Drain")
+_OF_ALL = ("RequestFailed", "PrefixReport", "Cancel", "PeerGone", "Drain", "ReportPrefixes")
 MESSAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "prefill": ("PairReady", "PairFailed", "Prefilled", "RequestFailed", "Pair", "StartPrefill", *_TO_ALL),
-        "decode": ("Reserved", "Granted", "StepTokens", "RequestFailed", "Reserve", "Bind", *_TO_ALL),
+        "prefill": ("PairReady", "PairFailed", "Prefilled", "Pair", "StartPrefill", *_OF_ALL),
+        "decode": ("Reserved", "Granted", "StepTokens", "Reserve", "Bind", *_OF_ALL),
     }
 )
 """Types of messages between a worker of each role and its coordinator, both ways. Greetings and heartbeats are left

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from loopline.errors import InvalidRequest, NoTokenizer, RequestTooLarge
 from loopline.model_spec import ModelSpec
-from loopline.request import InitialState, Request, SamplingParams
+from loopline.request import MAX_SESSION_CHARS, InitialState, Request, SamplingParams
 
 if TYPE_CHECKING:
     from loopline.text import TextCodec
@@ -57,6 +57,8 @@ class RequestOptions:
     initial_state: InitialState | None = None
     delivered_token_ids: tuple[int, ...] = ()
     """Tokens of this answer that the client already has."""
+    session: str = ""
+    """Turns of one conversation have one, so that `routing.policy` may keep them on one worker."""
 
 
 def resolve_request(
@@ -80,6 +82,8 @@ def resolve_request(
             raise RequestTooLarge(f"{name} has {len(ids)} token ids; the model's context is {spec.context_tokens}")
     if options.stop and codec is None:
         raise NoTokenizer("stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids")
+    if len(options.session) > MAX_SESSION_CHARS:
+        raise InvalidRequest(f"session has {len(options.session)} characters; allowed: at most {MAX_SESSION_CHARS}")
     own_stop_ids = () if options.ignore_eos else spec.stop_ids
     params = SamplingParams(
         max_tokens=options.max_tokens,
@@ -104,6 +108,7 @@ def resolve_request(
         prompt_ids=_prompt_ids(options.prompt, codec, spec.context_tokens),
         params=params,
         generated_ids=options.delivered_token_ids,
+        session=options.session,
     )
 
 

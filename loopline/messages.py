@@ -146,8 +146,34 @@ class RequestFailed:
     detail: str
 
 
+@dataclass(frozen=True)
+class PrefixReport:
+    """What changed in a worker's prefix cache between states `number - 1` and `number`; where `is_whole`, all that is
+    in state `number`. Sent only once the coordinator has asked. Digests are cut to CUT_DIGEST_BYTES and stand one
+    behind the other; a state that needs more than one message comes in `num_parts`, counted from 0."""
+
+    number: int
+    is_whole: bool
+    part: int
+    num_parts: int
+    published: bytes
+    evicted: bytes
+
+
+CUT_DIGEST_BYTES = 8
+"""Of a digest in a PrefixReport: a hint needs no more."""
+
 WorkerMessage = (
-    Register | Heartbeat | PairReady | PairFailed | Reserved | Granted | Prefilled | StepTokens | RequestFailed
+    Register
+    | Heartbeat
+    | PairReady
+    | PairFailed
+    | Reserved
+    | Granted
+    | Prefilled
+    | StepTokens
+    | RequestFailed
+    | PrefixReport
 )
 
 
@@ -230,7 +256,14 @@ class Drain:
     limit_s: float
 
 
-CoordinatorMessage = Welcome | Rejected | Pair | Reserve | Bind | StartPrefill | Cancel | PeerGone | Drain
+@dataclass(frozen=True)
+class ReportPrefixes:
+    """To any worker: say all that your prefix cache holds, and from then on what changes."""
+
+
+CoordinatorMessage = (
+    Welcome | Rejected | Pair | Reserve | Bind | StartPrefill | Cancel | PeerGone | Drain | ReportPrefixes
+)
 
 
 # ---- launcher <-> coordinator ----------------------------------------------------------------------------------------

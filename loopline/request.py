@@ -15,6 +15,7 @@ TokenId = int
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_SESSION_CHARS = 256
 
 
 class FinishReason(StrEnum):
@@ -122,6 +123,8 @@ class Request:
     params: SamplingParams
     attempt: int = 1
     generated_ids: tuple[TokenId, ...] = ()
+    session: str = ""
+    """The client's name for what the request is a turn of; "": of nothing."""
 
     @property
     def num_known_tokens(self) -> int:

@@ -83,6 +83,7 @@ def request_options(
     frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
     logit_bias: Annotated[list[str] | None, typer.Option(metavar="ID=VALUE", help="May be repeated.")] = None,
     initial_state: Annotated[InitialState | None, typer.Option(help="Huginn's state before the first loop.")] = None,
+    session: Annotated[str, typer.Option(metavar="NAME", help="What this is a turn of, for the router.")] = "",
 ) -> RequestOptions:
     """The options as one record; typer.BadParameter for one that cannot be read."""
     return RequestOptions(
@@ -104,6 +105,7 @@ def request_options(
         logprobs=logprobs,
         loops=loops,
         initial_state=initial_state,
+        session=session,
     )
 
 

@@ -78,6 +78,7 @@ def generate_request(options: RequestOptions, label: str, deadline_s: float | No
             priority=priority,
             sampling=_sampling(options),
             delivered_token_ids=options.delivered_token_ids,
+            session=options.session,
         )
         if isinstance(options.prompt, str):
             request.text = options.prompt.encode("utf-8")

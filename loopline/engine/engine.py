@@ -22,6 +22,7 @@ from loopline.engine.runner import MOST_STEPS_AHEAD, Submitted
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.identity import Capacity, Fingerprint
 from loopline.kv.arena import Arena, allocate_arena
+from loopline.kv.digests import prefix_parts
 from loopline.kv.layout import KVLayout
 from loopline.kv.ledger import Ledger
 from loopline.model import LoopedModel, load_model, random_model
@@ -176,7 +177,7 @@ class Engine:
                 "prefix_cache is on, and Huginn's initial state is keyed by each request's seed: equal prefixes have "
                 "different KV; allowed: off, auto"
             )
-        return tuple(f"{name}={value}" for name, value in self.fingerprint().fields)
+        return prefix_parts(self.fingerprint())
 
 
 def _model(settings: EngineSettings) -> LoopedModel:

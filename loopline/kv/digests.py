@@ -13,6 +13,7 @@ from hashlib import blake2b
 from struct import Struct
 
 from loopline.errors import InvariantBroken
+from loopline.identity import Fingerprint
 
 DIGEST_BYTES = 16
 
@@ -25,6 +26,16 @@ def prefix_root(*parts: str) -> bytes:
         state.update(len(data).to_bytes(8, "little"))
         state.update(data)
     return state.digest()
+
+
+def prefix_parts(fingerprint: Fingerprint) -> tuple[str, ...]:
+    """What makes KV equal besides tokens and depth, of workers with this fingerprint."""
+    return tuple(f"{name}={value}" for name, value in fingerprint.fields)
+
+
+def depth_root(parts: Sequence[str], depth: int) -> bytes:
+    """The digest that chains of requests of one depth start from: the same in workers and coordinator."""
+    return prefix_root(*parts, str(depth))
 
 
 class BlockDigests:

@@ -13,7 +13,7 @@ itself held back. Where the policy shares room among peers, a request for one th
 from collections.abc import Collection, Sequence
 
 from loopline.identity import Cause
-from loopline.kv.digests import BlockDigests, prefix_root
+from loopline.kv.digests import BlockDigests, depth_root
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.request import Request
 from loopline.sched.entry import Entry, Phase
@@ -189,5 +189,5 @@ class Admission:
             return None
         depth = request.params.loops
         if depth not in self._roots:
-            self._roots[depth] = prefix_root(*self._prefix_parts, str(depth))
+            self._roots[depth] = depth_root(self._prefix_parts, depth)
         return BlockDigests(self._roots[depth], self._ledger.block_size)

@@ -17,8 +17,10 @@ from typing import Protocol
 from loopline.clock import Clock, MonotonicClock
 from loopline.engine.engine import Engine
 from loopline.identity import BlockCounts, BudgetCounts, HandoffKey, WorkerLoad
-from loopline.messages import Heartbeat
+from loopline.messages import Heartbeat, PrefixReport, ReportPrefixes
 from loopline.sched.plan import StepOutcome
+from loopline.worker.events import CoordinatorLost
+from loopline.worker.prefix_reporter import PrefixReporter
 
 logger = logging.getLogger(__name__)
 _IDLE_TICK_S = 0.1
@@ -116,6 +118,8 @@ class EngineListener:
     """Asked for the budget of bytes in flight, of a worker that has one."""
     on_measured: Callable[[WorkerLoad], None] | None = None
     """Every load, several times a second."""
+    on_prefixes: Callable[[PrefixReport], None] = lambda report: None
+    """What the prefix cache holds, once somebody has asked."""
 
 
 class EngineThread:
@@ -138,6 +142,7 @@ class EngineThread:
         self._inbox = inbox
         self._board = board
         self._listener = listener
+        self._prefixes = PrefixReporter(engine.ledger.prefix, listener.on_prefixes)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         board.publish(self._measure(busy=False), core.is_draining, self._handled_at_s)
 
@@ -179,6 +184,11 @@ class EngineThread:
             if isinstance(event, _Stop):
                 return False
             timeout = None
+            if isinstance(event, ReportPrefixes):
+                self._prefixes.ask()
+                continue
+            if isinstance(event, CoordinatorLost):
+                self._prefixes.stop()
             self._guard(partial(self._core.handle, event))
 
     def _guard(self, call: Callable[[], None]) -> None:
@@ -192,6 +202,7 @@ class EngineThread:
         before, was_drained = self._board.read(), self._board.is_drained
         after = self._measure(busy)
         self._board.publish(after, self._core.is_draining, self._handled_at_s)
+        self._prefixes.maybe_report(self._clock.now_s(), busy)
         if self._listener.on_measured is not None:
             self._listener.on_measured(after)
         changed = was_drained != self._board.is_drained or _outline(before) != _outline(after)

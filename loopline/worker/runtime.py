@@ -251,7 +251,14 @@ class _Worker:
         self._clock = clock
         self._quarantine = QuarantineWatch(settings.quarantine_limit, settings.quarantine_patience_s)
         transfer = loaded.transfer
-        listener = EngineListener(self._on_settled, self._on_engine_failed, transfer.ignored, budget, self._on_measured)
+        listener = EngineListener(
+            self._on_settled,
+            self._on_engine_failed,
+            transfer.ignored,
+            budget,
+            self._on_measured,
+            context.to_coordinator,
+        )
         core = self._parts.core if faults is None else faults.core(self._parts.core)
         self._engine_thread = EngineThread(engine, core, loaded.inbox, self._board, listener, clock)
         self._take = self._on_message if faults is None else faults.messages(self._on_message)

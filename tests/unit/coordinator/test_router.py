@@ -1,8 +1,9 @@
 from dataclasses import replace
 
 from coordinator.effects import Assigned
+from coordinator.policies import LeastWork
 from coordinator.registry import Registry
-from coordinator.router import choose_decode, choose_prefill
+from coordinator.router import Round, Router
 from coordinator.snapshot import ClusterSnapshot
 from loopline.identity import Fingerprint, Role, WorkerId
 from loopline.messages import PairReady, Register
@@ -34,15 +35,17 @@ def cluster(*registers: Register, table: Table | None = None, refused: tuple[Reg
     return registry.snapshot(0.0, table or {})
 
 
+def begin(snapshot: ClusterSnapshot) -> Round:
+    return Router(LeastWork()).begin(snapshot, 0.0)
+
+
 def decode_name(snapshot: ClusterSnapshot, group: Fingerprint | None = None, prompt: int = 5) -> str | None:
-    view = choose_decode(request("new", prompt=prompt), snapshot, group)
+    view = begin(snapshot).choose_decode(request("new", prompt=prompt), group)
     return view.peer.name if view else None
 
 
 def prefill_name(snapshot: ClusterSnapshot, prompt: int = 5) -> str | None:
-    decode = snapshot.find(D0.peer.worker)
-    assert decode is not None
-    view = choose_prefill(request("new", prompt=prompt), snapshot, decode)
+    view = begin(snapshot).choose_prefill(request("new", prompt=prompt), D0.peer.worker)
     return view.peer.name if view else None
 
 
@@ -61,18 +64,17 @@ def test_no_worker_has_two_suspects() -> None:
     suspect = replace(assigned("a"), is_suspect=True)
 
     def names(*holders: Register, is_suspect: bool) -> tuple[str | None, str | None]:
-        snapshot = cluster(P0, P1, D0, D1, table={holder.peer.worker: (suspect,) for holder in holders})
-        decode = choose_decode(request("new"), snapshot, is_suspect=is_suspect)
-        found = snapshot.find(D0.peer.worker)
-        assert found is not None and snapshot.has_suspects
-        prefill = choose_prefill(request("new"), snapshot, found, is_suspect=is_suspect)
+        placing = begin(cluster(P0, P1, D0, D1, table={holder.peer.worker: (suspect,) for holder in holders}))
+        assert placing.has_suspects
+        decode = placing.choose_decode(request("new"), is_suspect=is_suspect)
+        prefill = placing.choose_prefill(request("new"), D0.peer.worker, is_suspect=is_suspect)
         return prefill and prefill.peer.name, decode and decode.peer.name
 
     assert names(P1, D1, is_suspect=True) == ("prefill-0", "decode-0")
     assert names(P0, D0, is_suspect=True) == ("prefill-1", "decode-1")
     assert names(P0, P1, D0, D1, is_suspect=True) == (None, None)
     assert names(P0, P1, D0, D1, is_suspect=False) == ("prefill-0", "decode-0")
-    assert not cluster(P0, D0, table={D0.peer.worker: (assigned("a"),)}).has_suspects
+    assert not begin(cluster(P0, D0, table={D0.peer.worker: (assigned("a"),)})).has_suspects
 
 
 def test_running_slots_are_room() -> None:
@@ -141,16 +143,6 @@ def test_blocks_in_quarantine_are_no_room() -> None:
     registry.heartbeat(P0.peer.worker, heartbeat(quarantined=63), 0.0)
     assert prefill_name(registry.snapshot(0.0, {}), prompt=16) == "prefill-0"
     assert prefill_name(registry.snapshot(0.0, {}), prompt=17) is None
-
-
-def test_a_snapshot_takes_up_what_was_given_since() -> None:
-    rows = {D0.peer.worker: assigned("a", awaits=True)}
-    given = cluster(P0, D0, table={D0.peer.worker: (assigned("b"),)}).with_request(rows)
-    assert given == cluster(P0, D0, table={D0.peer.worker: (assigned("b"), rows[D0.peer.worker])})
-    rows = {D0.peer.worker: assigned("a"), P0.peer.worker: assigned("a")}
-    assert given.with_request(rows) == cluster(
-        P0, D0, table={D0.peer.worker: (assigned("b"), assigned("a")), P0.peer.worker: (assigned("a"),)}
-    )
 
 
 def for_decode(name: str, decode: Register) -> Assigned:

@@ -165,18 +165,20 @@ class ResolvedParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., loops: _Optional[int] = ..., initial_state: _Optional[str] = ...) -> None: ...
 
 class EngineRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_ids", "params", "attempt", "generated_ids")
+    __slots__ = ("request_id", "prompt_ids", "params", "attempt", "generated_ids", "session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     GENERATED_IDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
     params: ResolvedParams
     attempt: int
     generated_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[ResolvedParams, _Mapping]] = ..., attempt: _Optional[int] = ..., generated_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    session: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[ResolvedParams, _Mapping]] = ..., attempt: _Optional[int] = ..., generated_ids: _Optional[_Iterable[int]] = ..., session: _Optional[str] = ...) -> None: ...
 
 class TokenRow(_message.Message):
     __slots__ = ("request_id", "attempt", "position", "token_id", "depth", "finish", "logprobs")
@@ -304,8 +306,24 @@ class RequestFailed(_message.Message):
     detail: str
     def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class PrefixReport(_message.Message):
+    __slots__ = ("number", "is_whole", "part", "num_parts", "published", "evicted")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    IS_WHOLE_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARTS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    is_whole: bool
+    part: int
+    num_parts: int
+    published: bytes
+    evicted: bytes
+    def __init__(self, number: _Optional[int] = ..., is_whole: _Optional[bool] = ..., part: _Optional[int] = ..., num_parts: _Optional[int] = ..., published: _Optional[bytes] = ..., evicted: _Optional[bytes] = ...) -> None: ...
+
 class WorkerMessage(_message.Message):
-    __slots__ = ("coordinator_epoch", "register", "heartbeat", "pair_ready", "pair_failed", "reserved", "granted", "prefilled", "step_tokens", "request_failed")
+    __slots__ = ("coordinator_epoch", "register", "heartbeat", "pair_ready", "pair_failed", "reserved", "granted", "prefilled", "step_tokens", "request_failed", "prefix_report")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -316,6 +334,7 @@ class WorkerMessage(_message.Message):
     PREFILLED_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FAILED_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_REPORT_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     register: Register
     heartbeat: Heartbeat
@@ -326,7 +345,8 @@ class WorkerMessage(_message.Message):
     prefilled: Prefilled
     step_tokens: StepTokens
     request_failed: RequestFailed
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., pair_ready: _Optional[_Union[PairReady, _Mapping]] = ..., pair_failed: _Optional[_Union[PairFailed, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ...) -> None: ...
+    prefix_report: PrefixReport
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., pair_ready: _Optional[_Union[PairReady, _Mapping]] = ..., pair_failed: _Optional[_Union[PairFailed, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., prefix_report: _Optional[_Union[PrefixReport, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("epoch", "lease_s")
@@ -406,8 +426,12 @@ class Drain(_message.Message):
     limit_s: float
     def __init__(self, limit_s: _Optional[float] = ...) -> None: ...
 
+class ReportPrefixes(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("coordinator_epoch", "welcome", "rejected", "pair", "reserve", "bind", "start_prefill", "cancel", "peer_gone", "drain")
+    __slots__ = ("coordinator_epoch", "welcome", "rejected", "pair", "reserve", "bind", "start_prefill", "cancel", "peer_gone", "drain", "report_prefixes")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +442,7 @@ class CoordinatorMessage(_message.Message):
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     PEER_GONE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
+    REPORT_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     welcome: Welcome
     rejected: Rejected
@@ -428,7 +453,8 @@ class CoordinatorMessage(_message.Message):
     cancel: Cancel
     peer_gone: PeerGone
     drain: Drain
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pair: _Optional[_Union[Pair, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., bind: _Optional[_Union[Bind, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ...) -> None: ...
+    report_prefixes: ReportPrefixes
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pair: _Optional[_Union[Pair, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., bind: _Optional[_Union[Bind, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., report_prefixes: _Optional[_Union[ReportPrefixes, _Mapping]] = ...) -> None: ...
 
 class WorkerExit(_message.Message):
     __slots__ = ("pid", "exit_status", "name", "uuid")
