@@ -120,7 +120,7 @@ class _Pairing:
     """The prefill workers that decode workers with the same links can use, and what is left of these."""
 
     prefill: list[WorkerRoom]
-    is_last_resort: bool  # every link is avoided, or leads to who is
+    is_last_resort: bool  # there is no link to one that is ready and not avoided
     num_free: int = 0  # slots
     slots: int = 0  # that one decode worker can still take of them, if it has none yet
     less: dict[WorkerId, int] = field(default_factory=dict)  # by how much that is less for one that has some
@@ -252,7 +252,7 @@ class Room:
         good = [
             room for room in ready if room.worker not in avoided.workers and (room.worker, worker) not in avoided.links
         ]
-        return _Pairing([room for room in good or ready if not room.view.refused], bool(ready) and not good)
+        return _Pairing([room for room in good or ready if not room.view.refused], not good)
 
     def _count_claims(self) -> dict[int, int]:
         """Slots of prefill workers that requests with a reservation will take next, by group. A decode worker whose

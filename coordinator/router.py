@@ -1,7 +1,7 @@
 """Which workers run a request: what may be comes from `coordinator.room`, what is preferred from a policy.
 
-`Router` keeps what a policy is told besides the snapshot (prefix caches, sessions) and who is avoided; a `Round` decides
-on one snapshot, and takes up what was given since. One event loop, no I/O: the dispatcher calls, and sends.
+`Router` keeps what a policy is told besides the snapshot (prefix caches, sessions) and who is avoided. A `Round`
+decides on one snapshot, and takes up what was given since. One event loop, no I/O: the dispatcher calls, and sends.
 """
 
 import logging
