@@ -14,10 +14,12 @@ from loopline.bench.host import QUICK, Sizes, measure
 from loopline.bench.plot import check_can_plot, plot
 from loopline.cli.bench_engine import engine
 from loopline.cli.bench_overload import overload
+from loopline.cli.bench_router import router
 from loopline.cli.bench_transfer import transfer
 
 app = typer.Typer(help="Measure what Loopline itself costs on this machine.", no_args_is_help=True)
 app.command("engine")(engine)
+app.command("router")(router)
 app.command("transfer")(transfer)
 app.command("overload")(overload)
 

@@ -1,14 +1,21 @@
 """A session stays where its last turn ran."""
 
+import asyncio
 from dataclasses import replace
+
+import pytest
 
 from coordinator.policies import SessionAffinity
 from coordinator.registry import Registry
 from coordinator.router import Router
 from coordinator.sessions import Sessions
+from loopline.client import AsyncClient
+from loopline.errors import InvalidRequest
 from loopline.identity import Role, WorkerId
-from loopline.messages import PairReady
+from loopline.messages import PairReady, Reserve
+from loopline.request import MAX_SESSION_CHARS
 from tests.unit.coordinator.builders import assigned, register, request
+from tests.unit.coordinator.cluster import WAIT_S, scripted_cluster
 
 P0, D0, D1 = register("prefill-0", Role.PREFILL), register("decode-0", Role.DECODE), register("decode-1", Role.DECODE)
 
@@ -43,3 +50,17 @@ def test_a_session_goes_to_the_worker_of_its_last_turn_while_that_has_room() -> 
     assert next_turn(3) == "decode-1"  # whatever else it has to do
     assert next_turn(3, session="") == next_turn(3, session="other") == "decode-0"
     assert next_turn(4) == "decode-0"  # it is full
+
+
+def test_a_session_travels_from_the_client_to_the_workers_and_is_bounded() -> None:
+    async def main() -> None:
+        async with asyncio.timeout(3 * WAIT_S), scripted_cluster() as cluster:
+            _, decode = await cluster.pair()
+            async with AsyncClient(cluster.address) as client:
+                await client.complete("hello", max_tokens=2, session="s" * MAX_SESSION_CHARS)
+                asked = decode.heard_of(Reserve)[-1]
+                assert asked.request.session == "s" * MAX_SESSION_CHARS
+                with pytest.raises(InvalidRequest, match="session has 257 characters; allowed: at most 256"):
+                    await client.complete("hello", session="s" * 257)
+
+    asyncio.run(main())

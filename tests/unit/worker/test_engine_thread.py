@@ -12,6 +12,7 @@ import pytest
 from loopline.engine.engine import Engine
 from loopline.errors import InvariantBroken
 from loopline.identity import BlockCounts, BudgetCounts, HandoffKey
+from loopline.kv.prefix_index import PrefixIndex
 from loopline.sched.plan import StepOutcome
 from loopline.worker.engine_thread import EngineListener, EngineThread, LoadBoard
 from tests.unit.worker.clocks import OwnClock
@@ -26,7 +27,9 @@ class ScriptedEngine:
         self.steps: Queue[Callable[[], StepOutcome | None]] = Queue()
         self.counts: dict[str, int] = {"waiting": 0}
         self.scheduler = SimpleNamespace(step=0, num_running=0, num_waiting=0, token_loops=lambda: 0)
-        self.ledger = SimpleNamespace(num_promised_blocks=0, counts=lambda: BlockCounts(4, 0, 0, 0, 4))
+        self.ledger = SimpleNamespace(
+            num_promised_blocks=0, counts=lambda: BlockCounts(4, 0, 0, 0, 4), prefix=PrefixIndex()
+        )
 
     def step(self) -> StepOutcome | None:
         return None if self.steps.empty() else self.steps.get()()
