@@ -184,10 +184,13 @@ class HandoffIn:
             return
         self._reserved[key] = _Reservation(allocation, reserve.request)
         self._deadlines.add(key, reserve.deadline_s)
-        block_ids = tuple(self._engine.ledger.block_ids(allocation))
-        self._carry_out(self._table.reserve(key, 0, block_ids))
+        ledger = self._engine.ledger
+        cached_tokens = ledger.written_tokens(allocation, reserve.request.params.loops)
+        first_block = ledger.blocks_for(cached_tokens)  # those before it are shared: nobody writes them
+        block_ids = tuple(ledger.block_ids(allocation)[first_block:])
+        self._carry_out(self._table.reserve(key, first_block, block_ids))
         self._ports.entered(ReceiveState.RESERVED)
-        self._ports.to_coordinator(Reserved(key))
+        self._ports.to_coordinator(Reserved(key, cached_tokens=cached_tokens))
 
     def _bind(self, key: HandoffKey, writer: Peer) -> None:
         was = self._table.state(key)

@@ -11,7 +11,7 @@ class DecodePolicy:
     """A reservation covers the worst case, so an activated request can always finish."""
 
     holds_after_first_token: bool = False
-    shares_prefixes: bool = False  # the handoff brings whole prompts
+    shares_prefixes: bool = True  # a handoff brings what is not cached here
 
     def demand(self, request: Request, num_known_tokens: int) -> Demand:
         return Demand(tokens_now=num_known_tokens, tokens_max=request.max_kv_tokens)

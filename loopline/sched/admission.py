@@ -118,7 +118,21 @@ class Admission:
             self._stuck_at = state
         return admitted
 
-    def hold(self, request: Request, num_known_tokens: int, digests: Sequence[bytes]) -> Allocation | None:
+    def reserve(self, request: Request) -> Entry | None:
+        """An entry that holds blocks and does not wait; None if there is no room. Cached blocks are shared, but never
+        the one with the last known token: the token that follows it has to be computed, here or elsewhere."""
+        entry = self.entry_of(request)
+        num_known = len(entry.token_ids)
+        digests = entry.digests.digests if entry.digests is not None else []
+        allocation = self._hold(request, num_known, digests[: (num_known - 1) // self._ledger.block_size])
+        if allocation is None:
+            return None
+        entry.allocation = allocation
+        entry.num_cached = self._ledger.written_tokens(allocation, entry.depth)
+        entry.num_computed = entry.num_planned = entry.num_cached
+        return entry
+
+    def _hold(self, request: Request, num_known_tokens: int, digests: Sequence[bytes]) -> Allocation | None:
         """Blocks for a request's known tokens, and a promise for its growth; None if there is no room."""
         demand = self._policy.demand(request, num_known_tokens)
         growth = demand.tokens_max - demand.tokens_now
@@ -135,7 +149,7 @@ class Admission:
     def _let_in(self, entry: Entry) -> bool:
         digests = list(entry.digests.digests) if entry.digests is not None else []
         num_known = len(entry.token_ids)
-        allocation = self.hold(entry.request, num_known, digests)
+        allocation = self._hold(entry.request, num_known, digests)
         if allocation is None:
             return False
         self._waiting.remove(entry.request.request_id)

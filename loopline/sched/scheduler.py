@@ -1,7 +1,8 @@
 """The shared scheduler: which rows the next step computes, and what its result means.
 
 plan() -> StepPlan -> somebody computes it -> commit(plan, result) -> StepOutcome. Requests come in by `submit` (their
-prompt is computed here) or by `reserve` + `activate` (their prompt's KV arrives from another worker). Blocks end in
+prompt is computed here) or by `reserve`, and then either `activate` (what was not cached of their prompt's KV has
+arrived from another worker) or `start_reserved` (it is computed here). Blocks end in
 `Ledger.release`, or with the caller who took the allocation out by `remove`. Who waits, who is let in and who must
 step back is `loopline.sched.admission`.
 
@@ -67,7 +68,7 @@ class Scheduler:
         self._prefilling = PrefillGroup(ledger, settings, self.meter, policy)
         self._decoding: dict[int, DecodeGroup] = {}  # by depth
         self._num_held = 0
-        self._reserved: dict[Allocation, Request] = {}
+        self._reserved: dict[Allocation, Entry] = {}
         self._step = 0
         self._in_flight: deque[StepPlan] = deque()
 
@@ -110,7 +111,7 @@ class Scheduler:
     def token_loops(self) -> int:
         """Work that is queued, reserved and running, counted to each request's most tokens."""
         running = sum(entry.token_loops_left() for entry in self._running.values() if entry.phase is not Phase.HELD)
-        reserved = sum(request.params.max_tokens * request.params.loops for request in self._reserved.values())
+        reserved = sum(entry.request.params.max_tokens * entry.depth for entry in self._reserved.values())
         return running + reserved + self._admission.token_loops
 
     # ---- intake
@@ -122,16 +123,17 @@ class Scheduler:
         return self._admission.submit(request)
 
     def reserve(self, request: Request) -> Allocation | Cause:
-        """Hold blocks now for a request whose prompt's KV will arrive, or say why not."""
+        """Hold blocks now for a request whose prompt's KV will arrive or be computed here, or say why not. Cached
+        blocks are shared: `ledger.written_tokens` says how much of the prompt is there already."""
         if self._admission.never_fits(request):
             return Cause.TOO_LARGE
         if self.num_running >= self._settings.max_running:
             return Cause.NO_ROOM
-        allocation = self._admission.hold(request, request.num_known_tokens, ())
-        if allocation is None:
+        entry = self._admission.reserve(request)
+        if entry is None or entry.allocation is None:
             return Cause.NO_ROOM
-        self._reserved[allocation] = request
-        return allocation
+        self._reserved[entry.allocation] = entry
+        return entry.allocation
 
     def unreserve(self, allocation: Allocation) -> None:
         """Forget a reservation; its blocks are the caller's to release or quarantine."""
@@ -140,19 +142,27 @@ class Scheduler:
     def activate(self, allocation: Allocation, first: TokenRow) -> TokenRow:
         """Run a reserved request whose known tokens' KV is all there: `first` is the token sampled after them.
 
-        The KV counts as written to the request's depth from here on. Returns `first`, to be sent on like any row.
+        The KV counts as written to the request's depth from here on, and whole blocks of it can be found. Returns
+        `first`, to be sent on like any row.
         """
-        request = self._reserved[allocation]
+        entry, num_known = self._reserved[allocation], self._reserved[allocation].request.num_known_tokens
         if first.token_id is None or first.finish is not None:
-            raise InvariantBroken(f"request {request.request_id} ended with its first token and cannot be activated")
+            raise InvariantBroken(f"request {first.request_id} ended with its first token and cannot be activated")
         del self._reserved[allocation]
-        entry = self._admission.entry_of(request)
-        self._ledger.mark_written(allocation, 0, len(entry.token_ids), entry.depth)
-        entry.allocation, entry.num_computed = allocation, len(entry.token_ids)
+        self._ledger.mark_written(allocation, entry.num_cached, num_known - entry.num_cached, entry.depth)
+        entry.num_computed = entry.num_planned = num_known
         entry.token_ids.append(first.token_id)
-        self._running[request.request_id] = entry
+        self._running[entry.request.request_id] = entry
         self._start_decoding(entry)
+        self._publish(entry)
         return first
+
+    def start_reserved(self, allocation: Allocation) -> None:
+        """Run a reserved request whose known tokens are computed here, but for those that are cached."""
+        entry = self._reserved.pop(allocation)
+        entry.phase = Phase.PREFILL
+        self._running[entry.request.request_id] = entry
+        self._prefilling.add(entry)
 
     def remove(self, request_id: str) -> Allocation | None:
         """Take a request out whatever its phase. Its allocation is the caller's to release; None if it held nothing."""

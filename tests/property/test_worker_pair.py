@@ -340,7 +340,7 @@ def test_a_cancel_that_overtakes_leaves_a_tombstone(engines: tuple[Engine, Engin
     pair.decode.handle(Cancel(HandoffKey("late", 2), Cause.CANCELLED))
     pair.settle()
     pair.audit()
-    assert pair.decode_engine.ledger.counts().free == pair.decode_engine.ledger.total_blocks
+    assert pair.decode_engine.ledger.num_free_blocks == pair.decode_engine.ledger.total_blocks
     pair.close()
 
 
@@ -364,9 +364,9 @@ def test_a_lost_coordinator_ends_everything(engines: tuple[Engine, Engine], answ
         pair.close()
 
 
-def test_descriptors_are_runs_contiguous_on_both_sides(engines: tuple[Engine, Engine]) -> None:
+def test_descriptors_are_runs_contiguous_on_both_sides() -> None:
     """Chunks of 2 blocks over 6: on fresh pools 3 pushes of 1 descriptor; on a fragmented one as many as runs."""
-    prefill_engine, decode_engine = engines
+    prefill_engine, decode_engine = make_engines()  # nobody has cut up their pools
     for hole in (None, 1):
         pair = Pair(prefill_engine, decode_engine, name=f"pair{next(NAMES)}", clock=OwnClock())
         blockers = [decode_engine.ledger.reserve(BLOCK_SIZE, BLOCK_SIZE) for _ in range(24 if hole else 0)]
