@@ -30,6 +30,7 @@ from loopline.identity import Cause, Fingerprint, WorkerId
 from loopline.messages import (
     Granted,
     Heartbeat,
+    LocalPrefillStarted,
     PairFailed,
     PairReady,
     Prefilled,
@@ -62,6 +63,7 @@ class Dispatcher:
         lease_s: float,
         reply_timeout_s: float,
         peer_share: float,
+        local_prefill_below_tokens: int = 0,
         queue_limit: int,
         unread_tokens: int,
         limits: Limits,
@@ -70,13 +72,15 @@ class Dispatcher:
         probe_params: SamplingParams,
         probe_token_id: int,
     ) -> None:
-        """`limits.arena_tokens` holds until workers have joined. `policy`: by default the least work."""
+        """`limits.arena_tokens` holds until workers have joined. `policy`: by default the least work.
+        `local_prefill_below_tokens`: a prompt of which the decode worker lacks fewer tokens is computed by that worker."""
         self.epoch = epoch
         self.lease_s = lease_s
         self.readiness = Readiness(probe_params, probe_token_id)
         self._clock = clock
         self._limits = limits
         self._most_unread = unread_tokens
+        self._local_prefill_below_tokens = local_prefill_below_tokens
         self._most_arena_tokens = 0
         self._tracker = Tracker(clock, reply_timeout_s)
         self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share)
@@ -251,7 +255,9 @@ class Dispatcher:
         self._wake.set()
 
     def _on_request_message(
-        self, worker: WorkerId, message: Reserved | Granted | Prefilled | StepTokens | RequestFailed
+        self,
+        worker: WorkerId,
+        message: Reserved | Granted | LocalPrefillStarted | Prefilled | StepTokens | RequestFailed,
     ) -> None:
         if isinstance(message, Reserved | Granted | RequestFailed) and message.cause in _REFUSALS:
             self._registry.refused(worker)
@@ -260,6 +266,8 @@ class Dispatcher:
                 effects = self._tracker.on_reserved(worker, message)
             case Granted():
                 effects = self._tracker.on_granted(worker, message)
+            case LocalPrefillStarted():
+                effects = self._tracker.on_local_started(worker, message)
             case Prefilled():
                 effects = self._tracker.on_prefilled(worker, message)
             case StepTokens():
@@ -362,12 +370,22 @@ class Dispatcher:
             decode = self._tracker.decode_worker(request_id)
             if decode is None:
                 continue
-            request, is_suspect = self._tracker.request(request_id), self._tracker.is_suspect(request_id)
-            prefill = placing.choose_prefill(request, decode, is_suspect=is_suspect)
+            request, before = self._tracker.request(request_id), self._tracker.assignment(request_id)
+            if self._prefills_locally(request_id):
+                self._carry_out(self._tracker.start_local(request_id))
+                placing.placed(request, before, self._tracker.assignment(request_id))
+                continue
+            prefill = placing.choose_prefill(request, decode, is_suspect=self._tracker.is_suspect(request_id))
             if prefill is not None:
-                before, hinted = self._tracker.assignment(request_id), placing.cached_tokens(request, prefill)
+                hinted = placing.cached_tokens(request, prefill)
                 self._carry_out(self._tracker.bind(request_id, prefill.peer, hinted))
                 placing.placed(request, before, self._tracker.assignment(request_id))
+
+    def _prefills_locally(self, request_id: str) -> bool:
+        """Whether the decode worker lacks so little of the prompt that a handoff is not worth it. The probe always goes
+        the whole way: it is what shows that a pair works."""
+        lacks = self._tracker.num_uncached(request_id)
+        return lacks < self._local_prefill_below_tokens and request_id != self.readiness.probe_id
 
     def _reserve_decode_workers(self, placing: Round, limits: Limits) -> None:
         """In the queue's order. A request that finds no room holds back those behind it; a recovered one that must stay

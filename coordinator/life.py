@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from coordinator.effects import Assigned
 from loopline.errors import IllegalTransition
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import HandoffStats
@@ -19,6 +20,8 @@ class State(StrEnum):
     RESERVED = "reserved"  # blocks are held there; a prefill worker with room is waited for
     BINDING = "binding"  # Bind went to the decode worker
     PREFILLING = "prefilling"  # blocks were granted, StartPrefill went to the prefill worker
+    STARTING_LOCAL = "starting_local"  # StartLocalPrefill went to the decode worker
+    PREFILLING_LOCALLY = "prefilling_locally"  # it computes the prompt itself
     DECODING = "decoding"  # at least one token of this attempt is known
     ENDED = "ended"
 
@@ -30,25 +33,35 @@ class Move(StrEnum):
     HOLD = "hold"
     BIND = "bind"
     GRANT = "grant"
+    START_LOCAL = "start_local"
+    STARTED = "started"
     TOKEN = "token"
     REQUEUE = "requeue"
     END = "end"
 
 
-_ON_WORKERS = (State.RESERVING, State.RESERVED, State.BINDING, State.PREFILLING, State.DECODING)
+LOCAL = (State.STARTING_LOCAL, State.PREFILLING_LOCALLY)
+"""The decode worker has the prompt to compute."""
+_ON_WORKERS = (State.RESERVING, State.RESERVED, State.BINDING, State.PREFILLING, *LOCAL, State.DECODING)
 TABLE: dict[tuple[State, Move], State] = {
     (State.QUEUED, Move.RESERVE): State.RESERVING,
     (State.RESERVING, Move.HOLD): State.RESERVED,
     (State.RESERVED, Move.BIND): State.BINDING,
     (State.BINDING, Move.GRANT): State.PREFILLING,
+    (State.RESERVED, Move.START_LOCAL): State.STARTING_LOCAL,
+    (State.STARTING_LOCAL, Move.STARTED): State.PREFILLING_LOCALLY,
     (State.PREFILLING, Move.TOKEN): State.DECODING,
+    (State.STARTING_LOCAL, Move.TOKEN): State.DECODING,  # the token shows what the lost answer would have said
+    (State.PREFILLING_LOCALLY, Move.TOKEN): State.DECODING,
     (State.DECODING, Move.TOKEN): State.DECODING,
     **{(state, Move.REQUEUE): State.QUEUED for state in _ON_WORKERS},
     **{(state, Move.END): State.ENDED for state in (State.QUEUED, *_ON_WORKERS)},
 }
 
 
-_ASKED: Mapping[State, str] = MappingProxyType({State.RESERVING: "Reserve", State.BINDING: "Bind"})
+_ASKED: Mapping[State, str] = MappingProxyType(
+    {State.RESERVING: "Reserve", State.BINDING: "Bind", State.STARTING_LOCAL: "StartLocalPrefill"}
+)
 """What the decode worker must answer."""
 _WORKER_FAULTS = (Cause.INTERNAL, Cause.NO_REPLY)
 _LINK_FAULTS = (
@@ -74,7 +87,7 @@ class Life:
 
     `request` is always the current attempt: its `generated_ids` are the tokens known when the attempt began.
     `generated` has all tokens, those of this attempt too. `decode` and `prefill` name the workers of the current
-    generation; a prefill worker may hold something only while `handoff_open`.
+    generation; a prefill worker may hold something only while `handoff_open`, and there is none while `is_local`.
     """
 
     request: Request
@@ -86,6 +99,7 @@ class Life:
     generated: list[int] = field(default_factory=list)
     decode: Peer | None = None
     prefill: Peer | None = None
+    is_local: bool = False  # the decode worker computes the prompt, or has
     handoff_open: bool = False  # the decode worker has not shown that it has the whole handoff
     writer_left: bool = False  # the prefill worker has drained and gone while `handoff_open`
     prefill_running: bool = False  # the prefill worker computes, or is about to
@@ -156,9 +170,34 @@ class Life:
             if peer is not None and peer.name not in self.earlier_workers:
                 self.earlier_workers.append(peer.name)
         self.decode = self.prefill = None
+        self.is_local = False
         self.handoff_open = self.prefill_running = self.writer_left = False
         self.hinted_tokens = 0
         self.sound_at_s.clear()
+
+    @property
+    def num_uncached(self) -> int:
+        """Known tokens whose KV the decode worker did not have when it was asked to reserve."""
+        return self.request.num_known_tokens - self.cached_tokens
+
+    def assignment(self) -> dict[WorkerId, Assigned]:
+        """What each worker has been given of it."""
+        known, most = self.next_position, self.request.max_kv_tokens
+        loops, left = self.request.params.loops, self.request.params.max_tokens - len(self.generated)
+        rows = {}
+        if self.decode is not None:
+            waits = self.state in (State.RESERVING, State.RESERVED)
+            left += self.num_uncached if self.state in LOCAL else 0
+            rows[self.decode.worker] = Assigned(
+                self.request.request_id, known, most, left * loops, waits, is_suspect=self.is_suspect
+            )
+        if self.prefill is not None and self.prefill_running:
+            target = self.decode.worker if self.decode is not None else None
+            work = max(1, known - self.hinted_tokens) * loops
+            rows[self.prefill.worker] = Assigned(
+                self.request.request_id, known, most, work, False, target, self.is_suspect
+            )
+        return rows
 
     def usage(self) -> Usage:
         return Usage(
@@ -174,6 +213,7 @@ class Life:
         return Timing(queued_s=left_s - arrived_s, ttft_s=first_s - arrived_s, total_s=now_s - arrived_s)
 
     def route(self) -> Route:
-        current = [peer.name if peer is not None else "" for peer in (self.prefill, self.decode)]
+        prefill = self.decode if self.is_local else self.prefill
+        current = [peer.name if peer is not None else "" for peer in (prefill, self.decode)]
         earlier = tuple(name for name in self.earlier_workers if name not in current)
         return Route(prefill=current[0], decode=current[1], earlier=earlier)

@@ -71,6 +71,7 @@ def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock, *, ea
         lease_s=config.membership.lease_s,
         reply_timeout_s=config.membership.reply_timeout_s,
         peer_share=config.transfer.peer_share,
+        local_prefill_below_tokens=config.routing.local_prefill_below_tokens,
         queue_limit=config.coordinator.queue_limit,
         unread_tokens=config.coordinator.unread_tokens,
         limits=Limits(

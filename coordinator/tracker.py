@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
-from coordinator.life import Books, Life, Move, State
+from coordinator.life import LOCAL, Books, Life, Move, State
 from coordinator.lives import Lives
 from loopline.clock import Clock
 from loopline.errors import IllegalTransition
@@ -19,10 +19,12 @@ from loopline.messages import (
     Bind,
     Cancel,
     Granted,
+    LocalPrefillStarted,
     Prefilled,
     RequestFailed,
     Reserve,
     Reserved,
+    StartLocalPrefill,
     StartPrefill,
     StepTokens,
     TokenRow,
@@ -36,7 +38,7 @@ every decode worker would end as many as it has tokens."""
 _GOT_NOWHERE = "brought no token of a decode worker"
 _FREE_REFUSALS = (Cause.NO_ROOM, Cause.DRAINING)  # a worker that said so has not tried
 _FINAL_CAUSES = {Cause.TOO_LARGE: Ending.TOO_LARGE, Cause.INVALID: Ending.INVALID, Cause.DEADLINE: Ending.DEADLINE}
-_WITH_TOKENS = (State.PREFILLING, State.DECODING)
+_WITH_TOKENS = (State.PREFILLING, *LOCAL, State.DECODING)
 
 
 class Tracker:
@@ -84,6 +86,10 @@ class Tracker:
         """Requests that hold a reservation and need a prefill worker, oldest first."""
         return [life.request.request_id for life in self._lives.reserved()]
 
+    def num_uncached(self, request_id: str) -> int:
+        """Known tokens that the decode worker which holds the reservation does not have."""
+        return self._lives[request_id].num_uncached
+
     def num_running(self) -> int:
         return self._lives.num_placed
 
@@ -97,20 +103,7 @@ class Tracker:
 
     def assignment(self, request_id: str) -> dict[WorkerId, Assigned]:
         """What each worker has been given of one request."""
-        life = self._lives[request_id]
-        known, most = life.next_position, life.request.max_kv_tokens
-        loops, left = life.request.params.loops, life.request.params.max_tokens - len(life.generated)
-        rows = {}
-        if life.decode is not None:
-            waits = life.state in (State.RESERVING, State.RESERVED)
-            rows[life.decode.worker] = Assigned(
-                request_id, known, most, left * loops, waits, is_suspect=life.is_suspect
-            )
-        if life.prefill is not None and life.prefill_running:
-            target = life.decode.worker if life.decode is not None else None
-            work = max(1, known - life.hinted_tokens) * loops
-            rows[life.prefill.worker] = Assigned(request_id, known, most, work, False, target, life.is_suspect)
-        return rows
+        return self._lives[request_id].assignment()
 
     # ---- moves that the coordinator makes --------------------------------------------------------------------------
 
@@ -142,6 +135,15 @@ class Tracker:
         assert life.decode is not None  # a RESERVED request has one
         life.sound_at_s[life.decode.worker] = self._clock.now_s()
         return [Send(life.decode.worker, Bind(life.key, prefill))]
+
+    def start_local(self, request_id: str) -> list[Effect]:
+        """Have the decode worker compute the prompt: no prefill worker will write into its reservation."""
+        life = self._lives[request_id]
+        self._lives.move(life, Move.START_LOCAL)
+        assert life.decode is not None  # a RESERVED request has one
+        life.is_local, life.stats = True, None
+        life.sound_at_s[life.decode.worker] = self._clock.now_s()
+        return [Send(life.decode.worker, StartLocalPrefill(life.key))]
 
     def cancel(self, request_id: str) -> list[Effect]:
         """The client went away."""
@@ -189,6 +191,18 @@ class Tracker:
             life.key, life.request, life.decode, message.first_block, message.runs, self._remaining_s(life)
         )
         return [Send(life.prefill.worker, start)]
+
+    def on_local_started(self, worker: WorkerId, message: LocalPrefillStarted) -> list[Effect]:
+        life = self._current(worker, message.key, decode_only=True)
+        if life is None:
+            return []
+        if life.state is not State.STARTING_LOCAL or message.cause is Cause.DUPLICATE:
+            return self._ignore(Cause.DUPLICATE)
+        if message.cause is not None:
+            return self._refused(life, worker, message.cause, message.detail)
+        self._lives.move(life, Move.STARTED)
+        life.sound_at_s[worker] = self._clock.now_s()
+        return []
 
     def on_prefilled(self, worker: WorkerId, message: Prefilled) -> list[Effect]:
         life = self._current(worker, message.key)

@@ -1,9 +1,10 @@
 """The decode worker's logic on its engine thread: reservations, what the receive table says of them, running requests.
 
     Reserve --> reserved --Bind--> bound --commit + all pushes--> running --finish--> gone
-                   |                 |                               |
-                   '-- given up -----'--> blocks that a writer may     '-- cancelled --> gone
-                                          still write: quarantined
+                   | |                |                            ^   |
+                   | '----------------|----- StartLocalPrefill ----'   '-- cancelled --> gone
+                   '-- given up ------'--> blocks that a writer may
+                                           still write: quarantined
 
 Which blocks another worker may write is `ReceiveTable`'s alone; this module carries out its effects on scheduler and
 ledger.
@@ -44,11 +45,13 @@ from loopline.messages import (
     Commit,
     CommitAnswer,
     Granted,
+    LocalPrefillStarted,
     PeerGone,
     PushNotice,
     RequestFailed,
     Reserve,
     Reserved,
+    StartLocalPrefill,
     TokenRow,
     WorkerMessage,
 )
@@ -109,6 +112,8 @@ class HandoffIn:
                 self._reserve(event)
             case Bind(key, writer):
                 self._bind(key, writer)
+            case StartLocalPrefill(key):
+                self._start_local(key)
             case Cancel(key, cause):
                 self._cancel(key, cause)
             case PushArrived(agent_name, notice):
@@ -202,6 +207,21 @@ class HandoffIn:
         else:
             answer = Granted(key, writer.worker, cause=effect.cause, detail=f"bind to {writer.name} refused")
         self._ports.to_coordinator(answer)
+
+    def _start_local(self, key: HandoffKey) -> None:
+        effect = self._table.start_local(key)
+        if isinstance(effect, Refused):
+            detail = "the reservation cannot be prefilled here"
+            self._ports.to_coordinator(LocalPrefillStarted(key, effect.cause, detail))
+            return
+        reservation = self._reserved.pop(key)
+        self._running[key.request_id] = key
+        self._engine.scheduler.start_reserved(reservation.allocation)
+        self._ports.entered(ReceiveState.LOCAL)
+        num_cached = self._engine.ledger.written_tokens(reservation.allocation, reservation.request.params.loops)
+        text = "prefilling here: %d tokens, of which %d are cached"
+        logger.info(text, reservation.request.num_known_tokens, num_cached, extra=about(key.request_id))
+        self._ports.to_coordinator(LocalPrefillStarted(key))
 
     def _push_arrived(self, agent_name: str, notice: PushNotice) -> None:
         """Of a push that carries a digest the bytes are checked before it counts."""

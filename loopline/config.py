@@ -105,6 +105,7 @@ class ClusterConfig(Section):
                 max_token_loops=group.max_token_loops,
                 steps_ahead=_steps_ahead(group),
                 growth_share=self.decode.growth_share if role == "decode" else 1.0,
+                prefill_tokens_per_loop=self.decode.prefill_share_tokens if role == "decode" else None,
             ),
         )
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from loopline.intake import MAX_DEADLINE_S
 
 Count = Annotated[int, Field(ge=1)]
+Number = Annotated[int, Field(ge=0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -55,7 +56,8 @@ class KVConfig(Section):
     block_size: Count = 16
     """Tokens a block."""
     prefix_cache: Literal["auto", True, False] = "auto"
-    """Whether prefill workers keep prompts' KV and find it again. auto: where KV depends on tokens alone (Ouro)."""
+    """Whether workers keep the KV of prompts and answers and find it again. auto: where KV depends on tokens alone
+    (Ouro)."""
 
 
 class CoordinatorConfig(Section):
@@ -118,6 +120,9 @@ class DecodeConfig(WorkerGroup):
     growth_share: Share = 1.0
     """Part of an answer's possible growth that is promised when it is let in; below 1 more answers run at once, and the
     youngest may be preempted and computed again."""
+    prefill_share_tokens: Count = 64
+    """Most prompt tokens that each loop of a step carries beside tokens that are being generated: of prompts that a
+    decode worker computes itself, and of preempted answers."""
 
 
 class TransferConfig(Section):
@@ -191,8 +196,8 @@ class RoutingConfig(Section):
     load_weight: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """prefix_aware: how much a token-loop of a worker's other work counts against one that is computed for the request
     itself."""
-    local_prefill_below_tokens: Literal[0] = 0
-    """Prompts with fewer uncached tokens are prefilled on the decode worker itself; 0, the only value yet: none."""
+    local_prefill_below_tokens: Number = 0
+    """A prompt of which the chosen decode worker lacks fewer tokens is computed by that worker itself; 0: none is."""
 
 
 class TelemetryConfig(Section):

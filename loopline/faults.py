@@ -34,7 +34,7 @@ PUSHING = "pushing"
 STATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "prefill": ("open", PUSHING, "committed", "closing", "drained", "closed", "failed"),
-        "decode": ("reserved", "bound", "committed", "active", "quarantined", "closed"),
+        "decode": ("reserved", "bound", "local", "committed", "active", "quarantined", "closed"),
     }
 )
 """States of a handoff, by role, in the words of the send and the receive table."""
@@ -43,7 +43,10 @@ _OF_ALL = ("RequestFailed", "PrefixReport", "Cancel", "PeerGone", "Drain", "Repo
 MESSAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "prefill": ("PairReady", "PairFailed", "Prefilled", "Pair", "StartPrefill", *_OF_ALL),
-        "decode": ("Reserved", "Granted", "StepTokens", "Reserve", "Bind", *_OF_ALL),
+        "decode": (
+            *("Reserved", "Granted", "LocalPrefillStarted", "StepTokens"),
+            *("Reserve", "Bind", "StartLocalPrefill", *_OF_ALL),
+        ),
     }
 )
 """Types of messages between a worker of each role and its coordinator, both ways. Greetings and heartbeats are left

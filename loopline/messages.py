@@ -92,6 +92,15 @@ class Granted:
 
 
 @dataclass(frozen=True)
+class LocalPrefillStarted:
+    """Answer to StartLocalPrefill. `cause` None: the worker computes the prompt itself; set: refused."""
+
+    key: HandoffKey
+    cause: Cause | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class HandoffStats:
     """What a handoff cost: for tables and metrics."""
 
@@ -170,6 +179,7 @@ WorkerMessage = (
     | PairFailed
     | Reserved
     | Granted
+    | LocalPrefillStarted
     | Prefilled
     | StepTokens
     | RequestFailed
@@ -222,6 +232,13 @@ class Bind:
 
 
 @dataclass(frozen=True)
+class StartLocalPrefill:
+    """To a decode worker: compute what it lacks of the reserved prompt itself; nobody else may write the blocks."""
+
+    key: HandoffKey
+
+
+@dataclass(frozen=True)
 class StartPrefill:
     """To a prefill worker: compute the request's prompt and push it into the granted blocks of `target`."""
 
@@ -262,7 +279,17 @@ class ReportPrefixes:
 
 
 CoordinatorMessage = (
-    Welcome | Rejected | Pair | Reserve | Bind | StartPrefill | Cancel | PeerGone | Drain | ReportPrefixes
+    Welcome
+    | Rejected
+    | Pair
+    | Reserve
+    | Bind
+    | StartLocalPrefill
+    | StartPrefill
+    | Cancel
+    | PeerGone
+    | Drain
+    | ReportPrefixes
 )
 
 

@@ -188,4 +188,5 @@ def test_every_state_in_three_rounds(
 
 def test_no_state_is_left_out() -> None:
     tried = [tuple(state for state in column if state is not None) for column in zip(*PAIRS, strict=True)]
-    assert tried == [STATES["prefill"], STATES["decode"]]
+    elsewhere = {"local"}  # no handoff any more: test_local_prefill
+    assert tried == [STATES["prefill"], tuple(state for state in STATES["decode"] if state not in elsewhere)]

@@ -22,10 +22,12 @@ from loopline.messages import (
     Cancel,
     Granted,
     HandoffStats,
+    LocalPrefillStarted,
     Prefilled,
     RequestFailed,
     Reserve,
     Reserved,
+    StartLocalPrefill,
     StartPrefill,
     StepTokens,
     TokenRow,
@@ -38,7 +40,7 @@ ROLES = ("prefill", "decode")
 STATS = HandoffStats(pushes=1, descriptors=1, num_bytes=1, transport="scripted", prefill_s=0.0)
 DEADLINE_S = 50.0
 REPLY_TIMEOUT_S = 5.0
-Report = Reserved | Granted | Prefilled | StepTokens | RequestFailed
+Report = Reserved | Granted | LocalPrefillStarted | Prefilled | StepTokens | RequestFailed
 CAUSES = st.sampled_from([Cause.NO_ROOM, Cause.DRAINING, Cause.INTERNAL, Cause.TRANSFER_FAILED, Cause.TOO_LARGE])
 
 
@@ -88,6 +90,8 @@ class ScriptedWorker:
             self._reserve(command, refusal)
         elif isinstance(command, Bind):
             self._bind(command, refusal)
+        elif isinstance(command, StartLocalPrefill):
+            self._start_local(command.key, refusal)
         elif isinstance(command, StartPrefill):
             self._start(command, refusal)
 
@@ -109,6 +113,15 @@ class ScriptedWorker:
             if refusal is not None:
                 del self.holds[command.key.request_id]
             self.outbox.append(Granted(command.key, command.writer.worker, 0, blocks_of(command.key), refusal))
+
+    def _start_local(self, key: HandoffKey, refusal: Cause | None) -> None:
+        held = self.holds.get(key.request_id)
+        if held is not None:
+            if refusal is None:
+                held.next_position = held.request.num_known_tokens
+            else:
+                del self.holds[key.request_id]
+            self.outbox.append(LocalPrefillStarted(key, refusal))
 
     def _start(self, command: StartPrefill, refusal: Cause | None) -> None:
         assert command.runs == blocks_of(command.key), "blocks that were granted to another generation"
@@ -213,6 +226,11 @@ class TrackerMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(self.tracker.awaiting_prefill()))
         self.carry_out(self.tracker.bind(request_id, self.pick(data, "prefill").peer))
 
+    @precondition(lambda self: self.tracker.awaiting_prefill())
+    @rule(data=st.data())
+    def start_local(self, data: st.DataObject) -> None:
+        self.carry_out(self.tracker.start_local(data.draw(st.sampled_from(self.tracker.awaiting_prefill()))))
+
     @precondition(lambda self: self.num_requests)
     @rule(data=st.data(), how=st.sampled_from(["cancel", "deadline", "stop"]))
     def end(self, data: st.DataObject, how: str) -> None:
@@ -289,6 +307,7 @@ class TrackerMachine(RuleBasedStateMachine):
         take = {
             Reserved: self.tracker.on_reserved,
             Granted: self.tracker.on_granted,
+            LocalPrefillStarted: self.tracker.on_local_started,
             Prefilled: self.tracker.on_prefilled,
             StepTokens: self.tracker.on_step_tokens,
             RequestFailed: self.tracker.on_request_failed,
@@ -303,8 +322,11 @@ class TrackerMachine(RuleBasedStateMachine):
                 decode = by_role["decode"][number % len(by_role["decode"])]
                 self.carry_out(self.tracker.reserve(request_id, decode.peer))
             self.queued = []
-            for request_id in self.tracker.awaiting_prefill():
-                self.carry_out(self.tracker.bind(request_id, by_role["prefill"][0].peer))
+            for number, request_id in enumerate(self.tracker.awaiting_prefill()):
+                if number % 2:
+                    self.carry_out(self.tracker.start_local(request_id))
+                else:
+                    self.carry_out(self.tracker.bind(request_id, by_role["prefill"][0].peer))
             for worker in sorted(self.workers.values(), key=lambda w: w.peer.name, reverse=is_backwards):
                 while worker.inbox:
                     worker.read_one(None)
@@ -338,7 +360,8 @@ class TrackerMachine(RuleBasedStateMachine):
         self.read_everything()
         for name in self.tracker_names():
             state = self.tracker.state(name)
-            assert state not in (State.RESERVING, State.BINDING), "it waits for an answer that was lost"
+            asked = (State.RESERVING, State.BINDING, State.STARTING_LOCAL)
+            assert state not in asked, "it waits for an answer that was lost"
             for given in self.tracker.assignment(name):
                 is_computing = state is State.PREFILLING or given.uuid.startswith("decode")
                 assert not is_computing or name in self.workers[given].holds, "it waits for a worker that lost it"

@@ -27,13 +27,15 @@ BLOCK_SIZE = 4
 PUSH_TIMEOUT_S = 60.0
 
 
-def make_engines(num_blocks: int = 24, chunk_tokens: int = 8) -> tuple[Engine, Engine]:
-    """A prefill and a decode engine on a tiny random Ouro; reusable by many Pairs, one after the other."""
+def make_engines(num_blocks: int = 24, chunk_tokens: int = 8, decode_shares: bool = True) -> tuple[Engine, Engine]:
+    """A prefill and a decode engine on a tiny random Ouro; reusable by many Pairs, one after the other.
+    `decode_shares`: the decode worker has a prefix cache, so that of a prompt that it knows only a part is handed off.
+    """
     scheduler = SchedulerSettings(max_running=4, chunk_tokens=chunk_tokens)
     settings = EngineSettings(
         model_path=str(GOLDEN / "ouro_fp32"), block_size=BLOCK_SIZE, num_blocks=num_blocks, scheduler=scheduler
     )
-    return Engine(settings, PrefillPolicy()), Engine(settings, DecodePolicy())
+    return Engine(settings, PrefillPolicy()), Engine(settings, DecodePolicy(shares_prefixes=decode_shares))
 
 
 def span_of(engine: Engine) -> ArenaSpan:

@@ -36,7 +36,7 @@ NAMES = itertools.count()
 
 @pytest.fixture(scope="module")
 def engines() -> tuple[Engine, Engine]:
-    return make_engines()
+    return make_engines(decode_shares=False)  # the same prompt again and again, and always the whole of it
 
 
 @pytest.fixture(params=[False])

@@ -276,6 +276,16 @@ class Granted(_message.Message):
     detail: str
     def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., writer: _Optional[_Union[WorkerId, _Mapping]] = ..., first_block: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class LocalPrefillStarted(_message.Message):
+    __slots__ = ("key", "cause", "detail")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    key: HandoffKey
+    cause: str
+    detail: str
+    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
+
 class Prefilled(_message.Message):
     __slots__ = ("key", "attempt", "token", "stats")
     KEY_FIELD_NUMBER: _ClassVar[int]
@@ -323,7 +333,7 @@ class PrefixReport(_message.Message):
     def __init__(self, number: _Optional[int] = ..., is_whole: _Optional[bool] = ..., part: _Optional[int] = ..., num_parts: _Optional[int] = ..., published: _Optional[bytes] = ..., evicted: _Optional[bytes] = ...) -> None: ...
 
 class WorkerMessage(_message.Message):
-    __slots__ = ("coordinator_epoch", "register", "heartbeat", "pair_ready", "pair_failed", "reserved", "granted", "prefilled", "step_tokens", "request_failed", "prefix_report")
+    __slots__ = ("coordinator_epoch", "register", "heartbeat", "pair_ready", "pair_failed", "reserved", "granted", "prefilled", "step_tokens", "request_failed", "prefix_report", "local_prefill_started")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +345,7 @@ class WorkerMessage(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FAILED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_REPORT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_PREFILL_STARTED_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     register: Register
     heartbeat: Heartbeat
@@ -346,7 +357,8 @@ class WorkerMessage(_message.Message):
     step_tokens: StepTokens
     request_failed: RequestFailed
     prefix_report: PrefixReport
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., pair_ready: _Optional[_Union[PairReady, _Mapping]] = ..., pair_failed: _Optional[_Union[PairFailed, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., prefix_report: _Optional[_Union[PrefixReport, _Mapping]] = ...) -> None: ...
+    local_prefill_started: LocalPrefillStarted
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., register: _Optional[_Union[Register, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., pair_ready: _Optional[_Union[PairReady, _Mapping]] = ..., pair_failed: _Optional[_Union[PairFailed, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., granted: _Optional[_Union[Granted, _Mapping]] = ..., prefilled: _Optional[_Union[Prefilled, _Mapping]] = ..., step_tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., prefix_report: _Optional[_Union[PrefixReport, _Mapping]] = ..., local_prefill_started: _Optional[_Union[LocalPrefillStarted, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("epoch", "lease_s")
@@ -387,6 +399,12 @@ class Bind(_message.Message):
     key: HandoffKey
     writer: Peer
     def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., writer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+
+class StartLocalPrefill(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: HandoffKey
+    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ...) -> None: ...
 
 class StartPrefill(_message.Message):
     __slots__ = ("key", "request", "target", "first_block", "runs", "deadline_s")
@@ -431,7 +449,7 @@ class ReportPrefixes(_message.Message):
     def __init__(self) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("coordinator_epoch", "welcome", "rejected", "pair", "reserve", "bind", "start_prefill", "cancel", "peer_gone", "drain", "report_prefixes")
+    __slots__ = ("coordinator_epoch", "welcome", "rejected", "pair", "reserve", "bind", "start_prefill", "cancel", "peer_gone", "drain", "report_prefixes", "start_local_prefill")
     COORDINATOR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +461,7 @@ class CoordinatorMessage(_message.Message):
     PEER_GONE_FIELD_NUMBER: _ClassVar[int]
     DRAIN_FIELD_NUMBER: _ClassVar[int]
     REPORT_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    START_LOCAL_PREFILL_FIELD_NUMBER: _ClassVar[int]
     coordinator_epoch: int
     welcome: Welcome
     rejected: Rejected
@@ -454,7 +473,8 @@ class CoordinatorMessage(_message.Message):
     peer_gone: PeerGone
     drain: Drain
     report_prefixes: ReportPrefixes
-    def __init__(self, coordinator_epoch: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pair: _Optional[_Union[Pair, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., bind: _Optional[_Union[Bind, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., report_prefixes: _Optional[_Union[ReportPrefixes, _Mapping]] = ...) -> None: ...
+    start_local_prefill: StartLocalPrefill
+    def __init__(self, coordinator_epoch: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., pair: _Optional[_Union[Pair, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., bind: _Optional[_Union[Bind, _Mapping]] = ..., start_prefill: _Optional[_Union[StartPrefill, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., report_prefixes: _Optional[_Union[ReportPrefixes, _Mapping]] = ..., start_local_prefill: _Optional[_Union[StartLocalPrefill, _Mapping]] = ...) -> None: ...
 
 class WorkerExit(_message.Message):
     __slots__ = ("pid", "exit_status", "name", "uuid")
