@@ -183,8 +183,8 @@ class HandoffIn:
         cause = self._table.refusal(key) or (Cause.DRAINING if self._is_draining else None)
         allocation = self._engine.scheduler.reserve(reserve.request) if cause is None else cause
         if isinstance(allocation, Cause):
-            counts = self._engine.ledger.counts()
-            detail = f"{reserve.request.max_kv_tokens} tokens at most; {counts.free} of {counts.total} blocks are free"
+            free, total = self._engine.ledger.num_free_blocks, self._engine.ledger.total_blocks
+            detail = f"{reserve.request.max_kv_tokens} tokens at most; {free} of {total} blocks are free"
             self._ports.to_coordinator(Reserved(key, cause=allocation, detail=detail))
             return
         self._reserved[key] = _Reservation(allocation, reserve.request)

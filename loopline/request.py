@@ -159,7 +159,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0  # prompt tokens whose KV was found and not computed
+    cached_tokens: int = 0  # prompt tokens whose KV was found, at the worker that had most of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +231,6 @@ class Timing:
 class Route:
     """Names of the workers that ran a request; empty where a part ran nowhere."""
 
-    prefill: str = ""
+    prefill: str = ""  # the decode worker's where that one computed the prompt
     decode: str = ""
     earlier: tuple[str, ...] = ()  # workers of earlier attempts

@@ -1,5 +1,5 @@
-"""A conversation whose second turn is prefilled on the decode worker, which has the first one's KV; and a third turn
-whose decode worker is killed as it begins to. Tokens are those of one engine without a cache, and nothing stays held."""
+"""A conversation whose second turn is prefilled on the decode worker, which has the first one's KV; and a third
+whose decode worker is killed as it begins to. Tokens are those of one engine without a cache; nothing stays held."""
 
 from pathlib import Path
 

@@ -134,14 +134,16 @@ def test_golden_sets(name: str, tmp_path: Any) -> None:
 
 
 def test_a_prefill_worker_finds_prompts_that_it_has_computed(ouro_engine: LocalEngine, tmp_path: Any) -> None:
-    """Hits of whole blocks, of everything and of a part; the tokens stay those of one engine without a cache."""
+    """Hits of whole blocks, of everything and of a part; the tokens stay those of one engine without a cache. The
+    decode worker has the same prompts, so that of each one but the first only the last block moves."""
     config = write_config(tmp_path / "cluster.yaml", MODELS / "tiny-ouro", kv={"prefix_cache": True})
     prompt = prompt_of(5 * BLOCK + 3)
     with launched(config, tmp_path) as cluster:
-        for length, cached in ((5 * BLOCK, 0), (5 * BLOCK + 3, 5 * BLOCK), (5 * BLOCK, 5 * BLOCK), (20, BLOCK)):
+        cases = [(5 * BLOCK, 0, 5), (5 * BLOCK + 3, 5 * BLOCK, 1), (5 * BLOCK, 5 * BLOCK, 1), (20, BLOCK, 1)]
+        for length, cached, num_moved in cases:
             answer = cluster.client.complete(prompt[:length], max_tokens=6)
             assert list(answer.token_ids) == single(ouro_engine, prompt[:length], max_tokens=6)
             assert answer.finished is not None
             assert answer.finished.usage.cached_tokens == cached
-            assert answer.finished.handoff.num_bytes == -(-length // BLOCK) * BLOCK * TOKEN_BYTES
+            assert answer.finished.handoff.num_bytes == num_moved * BLOCK * TOKEN_BYTES
         cluster.wait_idle()

@@ -51,7 +51,8 @@ def check_plan(plan: StepPlan, limit: int) -> None:
     assert len(set(plan.request_ids)) == len(plan.request_ids)
 
 
-ACTIONS = ("submit", "submit", "arrive", "step", "step", "plan", "commit", "cancel", "again", "bad row", "fail")
+CHANGES = ("submit", "submit", "arrive", "start", "cancel", "again")
+ACTIONS = (*CHANGES, "step", "step", "plan", "commit", "bad row", "fail")
 HOLDING = (*ACTIONS, "hold", "hold")
 GENTLE = ("submit", "submit", "arrive", "step", "plan", "commit")
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(1, 4), st.sampled_from([1, 1, 10]))
@@ -112,6 +113,8 @@ class Player:
             self._submit(_request(f"r{number}", shape))
         elif action == "arrive":
             self._arrive(_request(f"r{number}", shape))
+        elif action == "start":
+            self._start(_request(f"r{number}", shape))
         elif action == "cancel" and name is not None:
             self._cancel(name)
         elif action == "again" and name is not None:
@@ -148,6 +151,13 @@ class Player:
             self._expect(new)
             row = TokenRow(new.request_id, new.attempt, len(new.prompt_ids), first, new.params.loops)
             self._take(self.scheduler.activate(held, row))
+
+    def _start(self, new: Request) -> None:
+        """A request that is reserved and then computed here, if there is room for it."""
+        held = self.scheduler.reserve(new)
+        if isinstance(held, Allocation):
+            self._expect(new)
+            self.scheduler.start_reserved(held)
 
     def _expect(self, new: Request) -> None:
         self.alive[new.request_id] = self.asked[new.request_id, new.attempt] = new

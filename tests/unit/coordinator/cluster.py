@@ -25,11 +25,13 @@ from loopline.messages import (
     Cancel,
     CoordinatorMessage,
     Granted,
+    LocalPrefillStarted,
     Pair,
     PairReady,
     Prefilled,
     Reserve,
     Reserved,
+    StartLocalPrefill,
     StartPrefill,
     StepTokens,
     TokenRow,
@@ -103,6 +105,7 @@ class ScriptedWorker:
     crash: "Callable[[ScriptedWorker, StartPrefill], Awaitable[bool]] | None" = None  # says that it computes nothing
     decodes_when_bound: bool = False  # for a decode worker that no prefill worker of this process can reach
     heard: list[CoordinatorMessage] = field(default_factory=list)
+    cached_tokens: int = 0  # that a decode worker has of every prompt
     refusals: list[Cause] = field(default_factory=list)
     pause_at: int | None = None  # tokens of a request that a decode worker makes before it waits for `go_on`
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -171,12 +174,16 @@ class ScriptedWorker:
                 cause = self.refusals.pop(0) if self.refusals else None
                 if cause is None:
                     self.held[key.request_id] = (key, request)
-                await self.send(Reserved(key, cause=cause, detail="scripted"))
+                await self.send(Reserved(key, self.cached_tokens, cause=cause, detail="scripted"))
             case Bind(key, writer):
                 await self.send(Granted(key, writer.worker, 0, (BlockRun(0, 1),)))
                 if self.decodes_when_bound and key.request_id in self.held:
                     request = self.held[key.request_id][1]
                     self._tasks.append(asyncio.ensure_future(self._decode(key, request.num_known_tokens)))
+            case StartLocalPrefill(key):
+                await self.send(LocalPrefillStarted(key))
+                position = self.held[key.request_id][1].num_known_tokens
+                self._tasks.append(asyncio.ensure_future(self._decode(key, position)))
             case StartPrefill():
                 await self._prefill(message)
             case Cancel(key):
@@ -244,6 +251,7 @@ async def scripted_cluster(
     deadline_s: float = 20.0,
     unread_tokens: int = 4096,
     most_write_s: float = 60.0,
+    local_prefill_below_tokens: int = 0,
 ) -> AsyncIterator[ScriptedCluster]:
     """A coordinator on a free loopback port; nothing is left running afterwards."""
     config = ClusterConfig.model_validate(
@@ -255,6 +263,7 @@ async def scripted_cluster(
                 "unread_tokens": unread_tokens,
             },
             "membership": {"lease_s": lease_s},
+            "routing": {"local_prefill_below_tokens": local_prefill_below_tokens},
         }
     )
     spec = load_model_spec(model)

@@ -1,4 +1,6 @@
-"""Prompts that a decode worker computes itself: the tracker's states for it, with every message in every state."""
+"""Prompts that a decode worker computes itself: the tracker's states for it, with every message in every state, and the
+coordinator's decision.
+"""
 
 from collections.abc import Callable
 
@@ -9,9 +11,11 @@ from coordinator.life import Books, State
 from coordinator.tracker import Tracker
 from loopline.errors import IllegalTransition
 from loopline.identity import Cause, HandoffKey
-from loopline.messages import LocalPrefillStarted, Reserved, StartLocalPrefill
+from loopline.messages import LocalPrefillStarted, Reserved, StartLocalPrefill, StartPrefill
 from loopline.request import FinishReason
 from tests.unit.coordinator.builders import failed, granted, prefilled, reserved, row, step
+from tests.unit.coordinator.cluster import ScriptedCluster, text_of
+from tests.unit.coordinator.test_service import Answer, message, run
 from tests.unit.coordinator.test_tracker import D2, Bench, D, P, cancels, the_end
 
 KEY = HandoffKey("r1", 1)
@@ -194,3 +198,33 @@ def test_the_route_of_a_request_that_moved_on_names_both() -> None:
         "decode-1",
         ("decode-0",),
     )
+
+
+def test_the_answer_to_reserve_decides_who_prefills() -> None:
+    async def script(cluster: ScriptedCluster) -> None:
+        prefill, decode = await cluster.pair()
+        await cluster.until_idle()
+        assert not decode.heard_of(StartLocalPrefill), "the probe shows that a pair works"
+        for cached, is_local in ((0, False), (2, False), (3, True), (4, True)):  # of five, with a bound of three
+            decode.cached_tokens = cached
+            handed_over = len(prefill.heard_of(StartPrefill))
+            answer = await Answer(cluster, message(max_tokens=4)).whole()
+            assert answer.text == text_of(range(5, 9))
+            route = answer.finished.route
+            assert (route.prefill, route.decode) == ("decode-0" if is_local else "prefill-0", "decode-0")
+            assert answer.finished.usage.cached_tokens == cached
+            assert answer.finished.HasField("handoff") is not is_local
+            assert len(prefill.heard_of(StartPrefill)) == handed_over + (not is_local)
+        await cluster.until_idle()
+
+    run(script, local_prefill_below_tokens=3)
+
+
+def test_nothing_is_prefilled_locally_unless_asked_for() -> None:
+    async def script(cluster: ScriptedCluster) -> None:
+        _, decode = await cluster.pair()
+        decode.cached_tokens = 4
+        await Answer(cluster, message(max_tokens=4)).whole()
+        assert not decode.heard_of(StartLocalPrefill)
+
+    run(script)

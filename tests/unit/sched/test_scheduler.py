@@ -296,3 +296,37 @@ def test_what_leaves_or_comes_while_a_step_runs_changes_no_other_answer() -> Non
     for one in (request(names[0], 4, 12), request(names[2], 4, 12), request("late", 9, 6)):
         assert [token for token in answers[one.request_id] if token is not None] == expected_answer(one)[0]
     assert ledger.counts().free == NUM_BLOCKS
+
+
+def test_a_reserved_prompt_that_is_computed_here_takes_its_share_and_what_is_cached_for_granted() -> None:
+    settings = SchedulerSettings(max_running=6, chunk_tokens=64, prefill_tokens_per_loop=6)
+    ledger, scheduler = make(settings, parts=("model",))
+    first = request("a", 14, 20, stop_ids=())
+    scheduler.activate(reserve(scheduler, first), TokenRow("a", 1, 14, scripted_token("a", 14), 2))
+    second = request("b", 34, 3, stop_ids=())
+    allocation = reserve(scheduler, second)
+    assert ledger.written_tokens(allocation, 2) == 3 * BLOCK_SIZE  # whole blocks of the common beginning
+    scheduler.start_reserved(allocation)
+    rows, sizes = [], []
+    while scheduler.has_work:
+        plan = scheduler.plan()
+        assert plan is not None
+        sizes += [(run.first_position, run.num_tokens) for run in plan.runs]
+        rows += scheduler.commit(plan, run_scripted(plan)).rows
+    assert sizes[0][0] == 12 and sum(count for _, count in sizes) == 34 - 12
+    assert max(count for _, count in sizes) <= 6
+    assert [row.token_id for row in rows if row.request_id == "b"] == expected_answer(second)[0]
+    ledger.audit()
+
+
+def test_the_block_of_the_last_known_token_is_never_shared_by_a_reservation() -> None:
+    ledger, scheduler = make(parts=("model",))
+    for name, cached in (("a", 0), ("b", 12), ("c", 12)):
+        allocation = reserve(scheduler, request(name, 16, 2, stop_ids=()))
+        assert ledger.written_tokens(allocation, 2) == cached
+        scheduler.activate(allocation, TokenRow(name, 1, 16, scripted_token(name, 16), 2))
+    given_up = reserve(scheduler, request("d", 16, 2))
+    scheduler.unreserve(given_up)
+    ledger.quarantine(given_up, ledger.block_ids(given_up)[3:])
+    ledger.audit()
+    assert ledger.counts().quarantined == 1
