@@ -15,18 +15,19 @@ from coordinator.clients import Clients
 from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
 from coordinator.leases import LeaseTimer
 from coordinator.metrics import CoordinatorMetrics
+from coordinator.placing import Placer
 from coordinator.policies import LeastWork, Policy
 from coordinator.queue import RequestQueue
 from coordinator.readiness import Readiness
 from coordinator.registry import LossReason, Refused, Registry
 from coordinator.reply_watch import ReplyWatch
-from coordinator.router import Round, Router
+from coordinator.router import Router
 from coordinator.snapshot import Backlog, ClusterSnapshot
 from coordinator.streams import ClientStream, Taken, WorkerStream
 from coordinator.tracker import Tracker
 from loopline.clock import Clock
-from loopline.errors import DeadlineExceeded, RequestRefused, RequestTooLarge
-from loopline.identity import Cause, Fingerprint, WorkerId
+from loopline.errors import DeadlineExceeded, RequestRefused
+from loopline.identity import Cause, WorkerId
 from loopline.messages import (
     Granted,
     Heartbeat,
@@ -73,14 +74,13 @@ class Dispatcher:
         probe_token_id: int,
     ) -> None:
         """`limits.arena_tokens` holds until workers have joined. `policy`: by default the least work.
-        `local_prefill_below_tokens`: a prompt of which the decode worker lacks fewer tokens is computed by that worker."""
+        `local_prefill_below_tokens`: a prompt of which the decode worker lacks fewer is computed by that worker."""
         self.epoch = epoch
         self.lease_s = lease_s
         self.readiness = Readiness(probe_params, probe_token_id)
         self._clock = clock
         self._limits = limits
         self._most_unread = unread_tokens
-        self._local_prefill_below_tokens = local_prefill_below_tokens
         self._most_arena_tokens = 0
         self._tracker = Tracker(clock, reply_timeout_s)
         self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share)
@@ -88,9 +88,11 @@ class Dispatcher:
         self._reply_watch = ReplyWatch(self._tracker, self._registry, self._carry_out, reply_timeout_s)
         self._router = Router(policy or LeastWork())
         self._queue = RequestQueue(queue_limit)
+        self._placer = Placer(
+            clock, self._tracker, self._queue, self._router, self._carry_out, local_prefill_below_tokens
+        )
         self._workers: dict[WorkerId, WorkerStream] = {}
         self._clients = Clients(unread_tokens, self._on_deadline)
-        self._groups: dict[str, Fingerprint] = {}  # of the decode worker that a request was given to last
         self._leases = LeaseTimer(clock, lease_s, self._registry.next_expiry_s, self._lose_expired)
         self._wake = asyncio.Event()
         self._draining = False
@@ -330,8 +332,7 @@ class Dispatcher:
             numbers = outcome.ending, outcome.usage.completion_tokens
             _LOG.info(text, *numbers, route.prefill or "nobody", route.decode or "nobody", extra=about(request_id))
         self._queue.remove(request_id, self._clock.now_s())
-        self._groups.pop(request_id, None)
-        self._router.ended(request_id)
+        self._placer.ended(request_id)
         self._clients.end(request_id, outcome)
         if request_id == self.readiness.probe_id and self.readiness.probe_ended(outcome):
             self._see_token()
@@ -361,57 +362,4 @@ class Dispatcher:
             awaiting = self._tracker.awaiting_prefill()
             if awaiting or len(self._queue):
                 snapshot = self.snapshot()
-                placing = self._router.begin(snapshot, self._clock.now_s())
-                self._bind_prefill_workers(awaiting, placing)
-                self._reserve_decode_workers(placing, self._limits_of(snapshot))
-
-    def _bind_prefill_workers(self, request_ids: Iterable[str], placing: Round) -> None:
-        for request_id in request_ids:
-            decode = self._tracker.decode_worker(request_id)
-            if decode is None:
-                continue
-            request, before = self._tracker.request(request_id), self._tracker.assignment(request_id)
-            if self._prefills_locally(request_id):
-                self._carry_out(self._tracker.start_local(request_id))
-                placing.placed(request, before, self._tracker.assignment(request_id))
-                continue
-            prefill = placing.choose_prefill(request, decode, is_suspect=self._tracker.is_suspect(request_id))
-            if prefill is not None:
-                hinted = placing.cached_tokens(request, prefill)
-                self._carry_out(self._tracker.bind(request_id, prefill.peer, hinted))
-                placing.placed(request, before, self._tracker.assignment(request_id))
-
-    def _prefills_locally(self, request_id: str) -> bool:
-        """Whether the decode worker lacks so little of the prompt that a handoff is not worth it. The probe always goes
-        the whole way: it is what shows that a pair works."""
-        lacks = self._tracker.num_uncached(request_id)
-        return lacks < self._local_prefill_below_tokens and request_id != self.readiness.probe_id
-
-    def _reserve_decode_workers(self, placing: Round, limits: Limits) -> None:
-        """In the queue's order. A request that finds no room holds back those behind it; a recovered one that must stay
-        in its pairing group, or away from another suspect, does not. So whatever the queue's length, tried are those
-        that were on workers before, those that are placed now, and one more."""
-        for request_id in self._queue:
-            request = self._tracker.request(request_id)
-            is_bound = self._tracker.has_delivered(request_id) or bool(request.generated_ids)
-            group = self._groups.get(request_id) if is_bound else None
-            if not is_bound and self._end_if_too_large(request, limits):
-                continue
-            is_suspect = self._tracker.is_suspect(request_id)
-            decode = placing.choose_decode(request, group, is_suspect=is_suspect)
-            if decode is not None:
-                self._queue.remove(request_id, self._clock.now_s())
-                self._groups[request_id] = decode.group
-                self._carry_out(self._tracker.reserve(request_id, decode.peer))
-                placing.placed(request, {}, self._tracker.assignment(request_id))
-            elif group is None and not (is_suspect and placing.has_suspects):
-                return
-
-    def _end_if_too_large(self, request: Request, limits: Limits) -> bool:
-        """Requests that were taken before workers joined meet the arena's size here."""
-        try:
-            check_size(request, limits)
-        except RequestTooLarge as error:
-            self._carry_out(self._tracker.give_up(request.request_id, Ending.TOO_LARGE, str(error)))
-            return True
-        return False
+                self._placer.place(awaiting, snapshot, self._limits_of(snapshot), self.readiness.probe_id)

@@ -3,7 +3,9 @@ the tracker owns one."""
 
 from collections.abc import Mapping
 
+from coordinator.effects import Assigned
 from coordinator.life import Life, Move, State
+from loopline.identity import WorkerId
 
 
 class Lives:
@@ -38,6 +40,14 @@ class Lives:
     def reserved(self) -> list[Life]:
         """Those that hold blocks and wait for a prefill worker, oldest first; a copy."""
         return _by_arrival(self._reserved)
+
+    def assigned(self) -> dict[WorkerId, tuple[Assigned, ...]]:
+        """What each worker has been given and has not ended."""
+        table: dict[WorkerId, list[Assigned]] = {}
+        for life in self.placed():
+            for worker, row in life.assignment().items():
+                table.setdefault(worker, []).append(row)
+        return {worker: tuple(rows) for worker, rows in table.items()}
 
     def add(self, life: Life) -> None:
         """A new one, QUEUED."""

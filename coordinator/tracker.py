@@ -95,11 +95,7 @@ class Tracker:
 
     def assigned(self) -> dict[WorkerId, tuple[Assigned, ...]]:
         """What each worker has been given and has not ended."""
-        table: dict[WorkerId, list[Assigned]] = {}
-        for life in self._lives.placed():
-            for worker, row in self.assignment(life.request.request_id).items():
-                table.setdefault(worker, []).append(row)
-        return {worker: tuple(rows) for worker, rows in table.items()}
+        return self._lives.assigned()
 
     def assignment(self, request_id: str) -> dict[WorkerId, Assigned]:
         """What each worker has been given of one request."""

@@ -1,0 +1,99 @@
+"""Giving requests to workers: each round decides on one snapshot of the cluster, and carries out what it decides.
+
+The dispatcher calls, whenever something changed. What may be and what is preferred is the router's.
+"""
+
+from collections.abc import Callable, Iterable
+
+from coordinator.effects import Effect, Ending
+from coordinator.queue import RequestQueue
+from coordinator.router import Round, Router
+from coordinator.snapshot import ClusterSnapshot
+from coordinator.tracker import Tracker
+from loopline.clock import Clock
+from loopline.errors import RequestTooLarge
+from loopline.identity import Fingerprint
+from loopline.request import Limits, Request, check_size
+
+
+class Placer:
+    """Moves what waits: from the queue to a decode worker, and from there to a prefill worker."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        tracker: Tracker,
+        queue: RequestQueue,
+        router: Router,
+        carry_out: Callable[[Iterable[Effect]], None],
+        local_prefill_below_tokens: int,
+    ) -> None:
+        """`carry_out` is called while a round goes on."""
+        self._clock = clock
+        self._tracker = tracker
+        self._queue = queue
+        self._router = router
+        self._carry_out = carry_out
+        self._local_prefill_below_tokens = local_prefill_below_tokens
+        self._groups: dict[str, Fingerprint] = {}  # of the decode worker that a request was given to last
+
+    def place(self, awaiting: Iterable[str], snapshot: ClusterSnapshot, limits: Limits, probe_id: str | None) -> None:
+        """One round. `awaiting` hold a reservation; the request `probe_id` always takes the whole way: it is what shows
+        that a pair works."""
+        placing = self._router.begin(snapshot, self._clock.now_s())
+        self._bind_prefill_workers(awaiting, placing, probe_id)
+        self._reserve_decode_workers(placing, limits)
+
+    def ended(self, request_id: str) -> None:
+        """Nothing of this request is placed any more."""
+        self._groups.pop(request_id, None)
+        self._router.ended(request_id)
+
+    def _bind_prefill_workers(self, request_ids: Iterable[str], placing: Round, probe_id: str | None) -> None:
+        for request_id in request_ids:
+            decode = self._tracker.decode_worker(request_id)
+            if decode is None:
+                continue
+            request, before = self._tracker.request(request_id), self._tracker.assignment(request_id)
+            if request_id != probe_id and self._prefills_locally(request_id):
+                self._carry_out(self._tracker.start_local(request_id))
+                placing.placed(request, before, self._tracker.assignment(request_id))
+                continue
+            prefill = placing.choose_prefill(request, decode, is_suspect=self._tracker.is_suspect(request_id))
+            if prefill is not None:
+                hinted = placing.cached_tokens(request, prefill)
+                self._carry_out(self._tracker.bind(request_id, prefill.peer, hinted))
+                placing.placed(request, before, self._tracker.assignment(request_id))
+
+    def _prefills_locally(self, request_id: str) -> bool:
+        """Whether the decode worker lacks so little of the prompt that a handoff is not worth it."""
+        return self._tracker.num_uncached(request_id) < self._local_prefill_below_tokens
+
+    def _reserve_decode_workers(self, placing: Round, limits: Limits) -> None:
+        """In the queue's order. A request that finds no room holds back those behind it; a recovered one that must stay
+        in its pairing group, or away from another suspect, does not. So whatever the queue's length, tried are those
+        that were on workers before, those that are placed now, and one more."""
+        for request_id in self._queue:
+            request = self._tracker.request(request_id)
+            is_bound = self._tracker.has_delivered(request_id) or bool(request.generated_ids)
+            group = self._groups.get(request_id) if is_bound else None
+            if not is_bound and self._end_if_too_large(request, limits):
+                continue
+            is_suspect = self._tracker.is_suspect(request_id)
+            decode = placing.choose_decode(request, group, is_suspect=is_suspect)
+            if decode is not None:
+                self._queue.remove(request_id, self._clock.now_s())
+                self._groups[request_id] = decode.group
+                self._carry_out(self._tracker.reserve(request_id, decode.peer))
+                placing.placed(request, {}, self._tracker.assignment(request_id))
+            elif group is None and not (is_suspect and placing.has_suspects):
+                return
+
+    def _end_if_too_large(self, request: Request, limits: Limits) -> bool:
+        """Requests that were taken before workers joined meet the arena's size here."""
+        try:
+            check_size(request, limits)
+        except RequestTooLarge as error:
+            self._carry_out(self._tracker.give_up(request.request_id, Ending.TOO_LARGE, str(error)))
+            return True
+        return False
