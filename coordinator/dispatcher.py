@@ -165,7 +165,8 @@ class Dispatcher:
 
     def cancel(self, request_id: str) -> None:
         """The client went away. Nothing happens where the request has ended."""
-        self._carry_out(self._tracker.cancel(request_id))
+        if request_id in self._tracker:
+            self._carry_out(self._tracker.cancel(request_id))
 
     async def drain(self, limit_s: float) -> None:
         """Take no new requests, let those that are here finish within the limit, then end the rest."""
