@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
-from coordinator.effects import Assigned
+from coordinator.effects import Assigned, Ending, Outcome
 from loopline.errors import IllegalTransition
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import HandoffStats
-from loopline.request import Request, Route, Timing, Usage
+from loopline.request import FinishReason, Request, Route, Timing, Usage
 
 
 class State(StrEnum):
@@ -198,6 +198,19 @@ class Life:
                 self.request.request_id, known, most, work, False, target, self.is_suspect
             )
         return rows
+
+    def outcome(self, ending: Ending, reason: FinishReason | None, detail: str, now_s: float) -> Outcome:
+        """How it ended and what it took; of one that did not finish `detail` goes on with what was delivered."""
+        delivered = f"{len(self.generated)} tokens were delivered"
+        return Outcome(
+            ending=ending,
+            reason=reason,
+            detail=detail if ending is Ending.FINISHED else f"{detail}; {delivered}",
+            usage=self.usage(),
+            timing=self.timing(now_s),
+            route=self.route(),
+            stats=self.stats,
+        )
 
     def usage(self) -> Usage:
         return Usage(

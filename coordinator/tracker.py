@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
+from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Requeue, Send
 from coordinator.life import LOCAL, Books, Life, Move, State
 from coordinator.lives import Lives
 from loopline.clock import Clock
@@ -33,7 +33,7 @@ from loopline.request import FinishReason, Request
 
 MAX_FRUITLESS_ATTEMPTS = 3
 _FROM_PREFILL = 1
-"""Tokens of an attempt that need no decode worker: one that brought no more got nowhere, or else a request that ends
+"""Tokens of an attempt that come with its prompt: one that brought no more got nowhere, or else a request that ends
 every decode worker would end as many as it has tokens."""
 _GOT_NOWHERE = "brought no token of a decode worker"
 _FREE_REFUSALS = (Cause.NO_ROOM, Cause.DRAINING)  # a worker that said so has not tried
@@ -385,17 +385,7 @@ class Tracker:
         self, life: Life, ending: Ending, cancels: Sequence[Effect], detail: str, reason: FinishReason | None = None
     ) -> list[Effect]:
         self._lives.move(life, Move.END)
-        delivered = f"{len(life.generated)} tokens were delivered"
-        outcome = Outcome(
-            ending=ending,
-            reason=reason,
-            detail=detail if ending is Ending.FINISHED else f"{detail}; {delivered}",
-            usage=life.usage(),
-            timing=life.timing(self._clock.now_s()),
-            route=life.route(),
-            stats=life.stats,
-        )
-        return [*cancels, End(life.request.request_id, outcome)]
+        return [*cancels, End(life.request.request_id, life.outcome(ending, reason, detail, self._clock.now_s()))]
 
     def _remaining_s(self, life: Life) -> float:
         return max(0.0, life.deadline_at_s - self._clock.now_s())
