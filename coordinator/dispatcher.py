@@ -84,7 +84,7 @@ class Dispatcher:
         self._most_arena_tokens = 0
         self._tracker = Tracker(clock, reply_timeout_s)
         self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share)
-        self.metrics = CoordinatorMetrics(self._tracker.ignored)
+        self.metrics = CoordinatorMetrics(clock, self._tracker.ignored)
         self._reply_watch = ReplyWatch(self._tracker, self._registry, self._carry_out, reply_timeout_s)
         self._router = Router(policy or LeastWork())
         self._queue = RequestQueue(queue_limit)
@@ -161,6 +161,7 @@ class Dispatcher:
             raise DeadlineExceeded("deadline passed; 0 tokens were delivered")
         check_size(request, self._limits_of(self._membership()))
         self._queue.put(request.request_id, self._clock.now_s(), priority)
+        self.metrics.admitted(request.request_id)
         return self._admit(request, deadline_s, decoder)
 
     def cancel(self, request_id: str) -> None:
@@ -305,6 +306,7 @@ class Dispatcher:
                         self._workers[worker].send(message)
                 case Deliver(request_id, row):
                     self._see_token()
+                    self.metrics.token(request_id)
                     left.extend(self._deliver(request_id, row))
                 case AttemptFailed(request_id, cause, detail):
                     self._router.failed(effect, self._clock.now_s())
@@ -328,7 +330,7 @@ class Dispatcher:
 
     def _end(self, request_id: str, outcome: Outcome) -> None:
         if request_id != self.readiness.probe_id:  # no client asked for that one
-            self.metrics.ended(outcome.ending)
+            self.metrics.ended(request_id, outcome)
             text, route = "%s after %d tokens; prefilled by %s, decoded by %s", outcome.route
             numbers = outcome.ending, outcome.usage.completion_tokens
             _LOG.info(text, *numbers, route.prefill or "nobody", route.decode or "nobody", extra=about(request_id))

@@ -1,85 +1,109 @@
-"""The coordinator's counts for a monitoring system, in Prometheus' names and types.
+"""The coordinator's counts for a monitoring system. The dispatcher counts, on the event loop; a scrape reads.
 
-The dispatcher counts, a scrape reads.
 A cause is a label, so each kind of failure is a series of its own: a request whose deadline passed never looks like one
-whose worker died.
+whose worker died. Every label value exists from the start, at zero.
 """
 
-import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from enum import StrEnum
+from itertools import product
 
-from prometheus_client import CollectorRegistry, Counter, start_http_server
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
-from coordinator.effects import Ending
+from coordinator.effects import Ending, Outcome
 from coordinator.registry import LossReason
-from loopline.errors import AddressInUse
-from loopline.identity import Cause, Role
-from loopline.wire.channel import join_address
+from coordinator.snapshot import ClusterSnapshot
+from loopline.clock import Clock
+from loopline.identity import Cause, Role, WorkerState
+from loopline.telemetry import catalogue
+from loopline.telemetry.metrics import Histogram, count_of, counts_by, histogram_of, value_of
 
-_LOG = logging.getLogger(__name__)
+_TTFT_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0)
+_ITL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+_REQUEST_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 1800.0)
+_QUEUE_S = (0.001, 0.005, *_REQUEST_S)
 
 
 class CoordinatorMetrics:
-    """All counts of one coordinator, in a registry of its own. Every label value exists from the start, at zero."""
+    """All counts of one coordinator. Requests that nobody `admitted` here, such as the warm-up's, are not counted."""
 
-    def __init__(self, ignored: Mapping[Cause, int]) -> None:
+    def __init__(self, clock: Clock, ignored: Mapping[Cause, int]) -> None:
         """`ignored`: what the tracker counts; read at a scrape."""
-        self.registry = CollectorRegistry()
-        self._requests = self._counter("loopline_requests", "Requests that ended, by how.", "ending", Ending)
-        what = "Requests that were refused because the queue was full."
-        self._refused = Counter("loopline_refused_requests", what, registry=self.registry)
-        what = "Attempts at a request that workers could not finish, by why."
-        self._failed_attempts = self._counter("loopline_failed_attempts", what, "cause", Cause)
-        what = "Workers that were lost, by what showed it."
-        self._lost_workers = self._counter("loopline_lost_workers", what, "reason", LossReason)
-        what = "Workers that were moved from one role to the other, by the role that got one."
-        self._rebalances = self._counter("loopline_rebalances", what, "to", Role)
-        self.registry.register(_Ignored(ignored))
+        self._clock = clock
+        self._ignored = ignored
+        self._endings: Counter[str] = Counter()
+        self._refused = 0
+        self._failed_attempts: Counter[str] = Counter()
+        self._lost_workers: Counter[str] = Counter()
+        self._rebalances: Counter[str] = Counter()
+        self._ttft, self._itl = Histogram(_TTFT_S), Histogram(_ITL_S)
+        self._queued, self._whole = Histogram(_QUEUE_S), Histogram(_REQUEST_S)
+        self._prompt_tokens = self._cached_tokens = self._new_tokens = 0
+        self._arrived_s: dict[str, float] = {}
+        self._last_token_s: dict[str, float] = {}
 
-    def ended(self, ending: Ending) -> None:
-        self._requests.labels(ending).inc()
+    def admitted(self, request_id: str) -> None:
+        """A client's request was let in."""
+        self._arrived_s[request_id] = self._clock.now_s()
+
+    def token(self, request_id: str) -> None:
+        """It has a new token."""
+        arrived_s = self._arrived_s.get(request_id)
+        if arrived_s is None:
+            return
+        now_s, last_s = self._clock.now_s(), self._last_token_s.get(request_id)
+        if last_s is None:
+            self._ttft.observe(now_s - arrived_s)
+        else:
+            self._itl.observe(now_s - last_s)
+        self._last_token_s[request_id] = now_s
+        self._new_tokens += 1
+
+    def ended(self, request_id: str, outcome: Outcome) -> None:
+        if self._arrived_s.pop(request_id, None) is None:
+            return
+        self._last_token_s.pop(request_id, None)
+        self._endings[outcome.ending] += 1
+        self._queued.observe(outcome.timing.queued_s)
+        self._whole.observe(outcome.timing.total_s)
+        self._prompt_tokens += outcome.usage.prompt_tokens
+        self._cached_tokens += outcome.usage.cached_tokens
 
     def refused(self) -> None:
-        self._refused.inc()
+        """One was not let in: too many waited."""
+        self._refused += 1
 
     def attempt_failed(self, cause: Cause) -> None:
-        self._failed_attempts.labels(cause).inc()
+        self._failed_attempts[cause] += 1
 
     def worker_lost(self, reason: LossReason) -> None:
-        self._lost_workers.labels(reason).inc()
+        self._lost_workers[reason] += 1
 
     def rebalanced(self, to: Role) -> None:
-        self._rebalances.labels(to).inc()
+        self._rebalances[to] += 1
 
-    def serve(self, host: str, port: int) -> int:
-        """Answer scrapes at /metrics from a thread of its own; the port. Raises AddressInUse."""
-        try:
-            server, _ = start_http_server(port, host, registry=self.registry)
-        except OSError as error:
-            text = f"telemetry.metrics_port is {port}: {host}:{port} cannot be listened on: {error.strerror}"
-            raise AddressInUse(text) from None
-        _LOG.info("metrics are at http://%s/metrics", join_address(host, server.server_port))
-        return int(server.server_port)
+    def collect(self) -> Iterator[Metric]:
+        """Everything that was counted; any thread."""
+        yield counts_by(catalogue.REQUESTS, Ending, self._endings)
+        yield value_of(catalogue.REFUSED, self._refused)
+        yield counts_by(catalogue.FAILED_ATTEMPTS, Cause, self._failed_attempts)
+        yield counts_by(catalogue.LOST_WORKERS, LossReason, self._lost_workers)
+        yield counts_by(catalogue.REBALANCES, Role, self._rebalances)
+        yield counts_by(catalogue.IGNORED, Cause, self._ignored)
+        yield histogram_of(catalogue.TTFT, {(): self._ttft})
+        yield histogram_of(catalogue.ITL, {(): self._itl})
+        yield histogram_of(catalogue.QUEUE_TIME, {(): self._queued})
+        yield histogram_of(catalogue.E2E, {(): self._whole})
+        yield value_of(catalogue.PROMPT_TOKENS, self._prompt_tokens)
+        yield value_of(catalogue.CACHED_TOKENS, self._cached_tokens)
+        yield value_of(catalogue.GENERATION_TOKENS, self._new_tokens)
 
-    def _counter(self, name: str, what: str, label: str, values: type[StrEnum]) -> Counter:
-        counter = Counter(name, what, [label], registry=self.registry)
-        for value in values:
-            counter.labels(value.value)
-        return counter
 
-
-class _Ignored(Collector):
-    """Counts that somebody else keeps."""
-
-    def __init__(self, counts: Mapping[Cause, int]) -> None:
-        self._counts = counts
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        what = "Workers' messages that changed nothing, by why."
-        family = CounterMetricFamily("loopline_ignored_messages", what, labels=["cause"])
-        for cause in Cause:
-            family.add_metric([cause.value], self._counts.get(cause, 0))
-        yield family
+def collect_cluster(snapshot: ClusterSnapshot, *, queued: int, running: int, serving: bool) -> Iterator[Metric]:
+    """The cluster as it is now."""
+    states = Counter((view.role.value, view.state.value) for view in snapshot.workers)
+    every = product((role.value for role in Role), (state.value for state in WorkerState))
+    yield count_of(catalogue.WORKERS, {pair: states[pair] for pair in every})
+    yield value_of(catalogue.WAITING, queued)
+    yield value_of(catalogue.RUNNING, running)
+    yield value_of(catalogue.SERVING, serving)

@@ -286,6 +286,7 @@ class Registry:
             role=register.role,
             state=_state(member, bool(pairs)),
             pid=register.pid,
+            metrics_address=register.metrics_address,
             group=register.fingerprint,
             capacity=register.capacity,
             load=member.load,

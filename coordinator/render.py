@@ -152,6 +152,7 @@ def _worker(view: WorkerView) -> Any:
         uuid=view.worker.uuid,
         epoch=view.worker.epoch,
         heartbeat_age_s=view.heartbeat_age_s,
+        metrics_address=view.metrics_address,
         links=[
             loopline_pb2.Link(
                 peer=link.decode_name, transport=link.transport, bytes_per_s=link.bytes_per_s, is_slow=link.is_slow

@@ -19,6 +19,7 @@ from coordinator.intake import Intake
 from coordinator.operations import OperationsServicer
 from coordinator.policies import make_policy
 from coordinator.rebalance_watch import RebalanceWatch
+from coordinator.scrape import serve_metrics
 from coordinator.service import MOST_WRITE_S, ClusterServicer, LooplineServicer, ModelCard
 from loopline.clock import Clock, MonotonicClock
 from loopline.config import ClusterConfig, load_config
@@ -138,7 +139,7 @@ async def serve(options: ServerOptions) -> None:
     host = config.coordinator.host
     address = join_address(_EVERY_HOST.get(host, host), bind(server, host, port))
     if config.telemetry.metrics_port is not None:
-        dispatcher.metrics.serve(host, config.telemetry.metrics_port)
+        serve_metrics(dispatcher, host, config.telemetry.metrics_port)
     rebalance = RebalanceWatch(dispatcher, fleet, clock, config.launcher.rebalance_patience_s)
     if config.launcher.rebalance == "auto":
         rebalance.start()

@@ -58,6 +58,7 @@ class WorkerView:
     links: tuple[Link, ...]
     refused: bool  # it said "no room" since its last heartbeat
     heartbeat_age_s: float
+    metrics_address: str = ""  # HOST:PORT of its metrics; "": it serves none
 
     @property
     def worker(self) -> WorkerId:

@@ -24,6 +24,7 @@ from kvtransfer.commands import (
 from kvtransfer.handoff import Closed, Drained, Refused, SendEffect
 from kvtransfer.links import Link, Links
 from kvtransfer.manifest import coalesce, paired_descriptors
+from kvtransfer.push_counts import PushCounts
 from kvtransfer.send_table import SendTable
 from kvtransfer.verify import ReadBlocks, digest_of
 from loopline.clock import Clock
@@ -65,6 +66,7 @@ class _Flight:
     handle: Handle
     link: Link
     num_bytes: int
+    posted_at_s: float
     deadline_s: float
     is_late: bool = False
 
@@ -103,6 +105,7 @@ class Sender:
         self._flights: list[_Flight] = []
         self._waiters: dict[HandoffKey, list[object]] = {}
         self._crowd = CrowdChanged(frozenset(), False)  # as last told
+        self.push_counts = PushCounts()
         self.budget = PushBudget(limits or BudgetLimits.of(TransferSettings()))
 
     @property
@@ -207,6 +210,7 @@ class Sender:
             flight = self._post(push.command, outgoing)
         except Exception as error:  # nothing was posted; what kind of failure it was does not change what follows
             self.budget.ended(push.peer, push.num_bytes)
+            self.push_counts.failed()
             expected = isinstance(error, TransferError | ValueError)
             self._emit(PushFailed(key, part, Cause.TRANSFER_FAILED if expected else Cause.INTERNAL, str(error)))
             self._close(key)
@@ -241,22 +245,26 @@ class Sender:
         local, remote = paired_descriptors(self._region, outgoing.link.region, runs)
         digest = b"" if self._read_blocks is None else digest_of(self._read_blocks(command.source_blocks))
         notice = self._encode_notice(PushNotice(key, part, digest))
+        posted_at_s = self._clock.now_s()
         handle = self._agent.post_write(outgoing.link.agent_name, local, remote, notice)
         self._table.posted(key, part)
         outgoing.pushes += 1
         outgoing.descriptors += len(local)
         outgoing.num_bytes += local.num_bytes
         deadline_s = self._clock.now_s() + self._push_timeout_s
-        return _Flight(key, part, handle, outgoing.link, local.num_bytes, deadline_s)
+        return _Flight(key, part, handle, outgoing.link, local.num_bytes, posted_at_s, deadline_s)
 
     def _flight_ended(self, flight: _Flight, status: HandleStatus) -> None:
         self._agent.release(flight.handle)
         if not flight.is_late:
             self.budget.ended(flight.link.agent_name, flight.num_bytes)
         if status.state is HandleState.DONE:
+            if not flight.is_late:
+                self.push_counts.done(flight.num_bytes, self._clock.now_s() - flight.posted_at_s)
             self._carry_out(self._table.push_done(flight.key, flight.part.seq))
             return
         if not flight.is_late:
+            self.push_counts.failed()
             self._emit(PushFailed(flight.key, flight.part, Cause.TRANSFER_FAILED, status.reason))
         self._links.broke(flight.link, status.reason)
         self._drop_waiting(flight.key)
@@ -264,6 +272,7 @@ class Sender:
 
     def _flight_is_late(self, flight: _Flight) -> None:
         flight.is_late = True
+        self.push_counts.late()
         self.budget.ended(flight.link.agent_name, flight.num_bytes)
         detail = f"not terminal after {self._push_timeout_s:g} s"
         self._emit(PushFailed(flight.key, flight.part, Cause.TRANSFER_TIMEOUT, detail))

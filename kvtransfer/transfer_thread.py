@@ -24,6 +24,7 @@ from kvtransfer.commands import (
     Stop,
     TransferThreadFailed,
 )
+from kvtransfer.push_counts import PushCounts
 from kvtransfer.receiver import Receiver
 from kvtransfer.region import ArenaSpan, RegisteredRegion
 from kvtransfer.sender import Sender
@@ -141,6 +142,10 @@ class TransferThread:
         if self._sender is None:
             return BudgetCounts(0, self._limits.total_bytes, 0, 0.0)
         return self._sender.budget.counts()
+
+    def push_counts(self) -> PushCounts:
+        """What pushes have cost so far, for metrics: to be read only; any thread."""
+        return PushCounts() if self._sender is None else self._sender.push_counts
 
     def ignored(self) -> tuple[tuple[str, int], ...]:
         """(cause, number of commands and notices ignored or refused): a snapshot, for any thread."""

@@ -120,6 +120,7 @@ class ClusterConfig(Section):
             coordinator=coordinator,
             host=host,
             port=port,
+            metrics_port=None if self.telemetry.metrics_port is None else 0,
             engine=self.engine_settings(role),
             transfer=TransferSettings(
                 backend=transfer.backend,

@@ -208,8 +208,9 @@ class TelemetryConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least serious lines that are written."""
     metrics_port: Port | None = None
-    """Port at which the coordinator serves Prometheus metrics at /metrics, on coordinator.host; null: none, 0: any free
-    one, named in its log."""
+    """Port at which the coordinator serves Prometheus metrics at /metrics, on coordinator.host, and at /targets the
+    list of all processes that do: each worker serves its own at any free port. null: none anywhere, 0: any free one,
+    named in its log."""
 
 
 class LimitsConfig(Section):

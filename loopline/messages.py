@@ -37,6 +37,7 @@ class Register:
     pid: int
     fingerprint: Fingerprint
     capacity: Capacity
+    metrics_address: str = ""  # HOST:PORT at which it answers scrapes; "": it does not
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,8 @@ class WorkerSettings:
     """Address to listen on and to advertise."""
     port: int = 0
     """0: any free port."""
+    metrics_port: int | None = None
+    """Where to answer scrapes, on `host`; 0: any free port, None: nowhere."""
     uuid: str = ""
     """Who the process is to others, fresh at every start; "": it draws one."""
     engine: EngineSettings

@@ -78,6 +78,8 @@ def details(found: ClusterStatus) -> Iterator[str]:
             rate = f"{link.bytes_per_s / 2**20:,.0f} MiB/s"
             mark = " (SLOW: under the configured floor)" if link.is_slow else ""
             yield f"{worker.name} to {link.peer}: {link.transport}, {rate} when it was warmed up{mark}"
+        if worker.metrics_address:
+            yield f"{worker.name}: metrics at http://{worker.metrics_address}/metrics"
         if worker.budget is not None:
             yield f"{worker.name}: {_budget(worker.budget)}"
         num_corrupted = worker.ignored.get(Cause.CORRUPTED, 0)

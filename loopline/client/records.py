@@ -127,6 +127,8 @@ class WorkerInfo:
     links: tuple[LinkInfo, ...]
     budget: BudgetCounts | None = None
     """Of bytes in flight; a prefill worker's."""
+    metrics_address: str = ""
+    """HOST:PORT at which it answers scrapes; "": it serves no metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from loopline.engine.assembly import build_parts, build_runner, memory_budget, r
 from loopline.engine.capacity import blocks_for_arena, free_bytes
 from loopline.engine.forward import StateSource
 from loopline.engine.runner import MOST_STEPS_AHEAD, Submitted
+from loopline.engine.step_counts import StepCounts
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.identity import Capacity, Fingerprint
 from loopline.kv.arena import Arena, allocate_arena
@@ -61,6 +62,7 @@ class Engine:
                 os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
         self.settings = settings
         self._clock = MonotonicClock()
+        self.counts = StepCounts()
         self._use_device()
         free_at_start = free_bytes(settings.device)
         self.model: LoopedModel = _model(settings)
@@ -153,11 +155,14 @@ class Engine:
         taken_s, self._last_end_s = now_s - max(began_s, self._last_end_s), now_s
         prompt_loops = sum(run.num_tokens * run.params.loops for run in plan.runs)
         self.scheduler.meter.observe(plan.num_decode_rows > 0, prompt_loops, taken_s)
-        return self.scheduler.commit(plan, result)
+        outcome = self.scheduler.commit(plan, result)
+        self.counts.computed(plan, outcome, taken_s)
+        return outcome
 
     def _abandon(self, plan: StepPlan, error: Exception) -> StepOutcome:
         self._runner.wait()  # what was queued of it may still write blocks that are about to be free
         self._last_end_s = self._clock.now_s()
+        self.counts.failed()
         logger.error("step %d failed; giving up its %d requests", plan.step, len(plan.request_ids), exc_info=error)
         return self.scheduler.abandon(plan, f"step {plan.step} failed: {error!r}")
 

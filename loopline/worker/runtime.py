@@ -36,6 +36,7 @@ from loopline.worker.attachment import Attachment
 from loopline.worker.engine_thread import EngineListener, EngineThread, Inbox, LoadBoard, WorkerCore
 from loopline.worker.events import BeginDrain, CoordinatorLost
 from loopline.worker.faults import WorkerFaults, no_fault
+from loopline.worker.metrics import WorkerMetrics
 from loopline.worker.orders import Orders
 from loopline.worker.peer_calls import PeerCalls
 from loopline.worker.quarantine_watch import QuarantineWatch
@@ -225,32 +226,35 @@ class _Worker:
         self._engine_failed: asyncio.Future[None] = self._loop.create_future()
         self._calls = PeerCalls(self._loop)
         engine, clock = loaded.engine, MonotonicClock()
+        role, transfer = Role(settings.role), loaded.transfer
+        metrics, port = WorkerMetrics(role, engine, self._board.read, transfer.push_counts), settings.metrics_port
+        metrics_address = "" if port is None else metrics.serve(settings.host, port)
 
         def register() -> Register:
-            role = Role(settings.role)
-            return Register(identity.begin_life(), role, os.getpid(), loaded.fingerprint, engine.capacity)
+            me, pid = identity.begin_life(), os.getpid()
+            return Register(me, role, pid, loaded.fingerprint, engine.capacity, metrics_address)
 
         self._attachment = Attachment(
             settings.coordinator, register, lambda: self._board.beat(orders.is_draining, clock.now_s())
         )
+        send = self._attachment.send
         context = WorkerContext(
             engine=engine,
             clock=clock,
             endpoint=loaded.endpoint,
             fingerprint=loaded.fingerprint,
             me=identity.me,
-            to_coordinator=self._attachment.send if faults is None else faults.messages(self._attachment.send),
-            to_transfer=loaded.transfer.submit,
+            to_coordinator=metrics.sending(send if faults is None else faults.messages(send)),
+            to_transfer=transfer.submit,
             to_engine=loaded.inbox.put,
             calls=self._calls,
             transfer=settings.transfer,
-            entered=no_fault if faults is None else faults.entered,
+            entered=metrics.entering(no_fault if faults is None else faults.entered),
         )
         self._parts = build_role(context)
-        budget = loaded.transfer.budget_counts if settings.role == Role.PREFILL else lambda: None
+        budget = transfer.budget_counts if role is Role.PREFILL else lambda: None
         self._clock = clock
         self._quarantine = QuarantineWatch(settings.quarantine_limit, settings.quarantine_patience_s)
-        transfer = loaded.transfer
         listener = EngineListener(
             self._on_settled,
             self._on_engine_failed,

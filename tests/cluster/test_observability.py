@@ -1,4 +1,4 @@
-"""What a cluster says of a request: the same internal id in every process's log, and counts that a scrape finds."""
+"""What a cluster says of a request: one id in every process's log, counts that scrapes find, one trace."""
 
 import json
 import re
@@ -6,8 +6,25 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from loopline.client import Accepted
-from tests.support.cluster import Cluster, wait_until
+from tests.support.cluster import Cluster, launched, wait_until, write_config
+from tests.support.golden import MODELS
+
+LOOPS = 3  # not the default
+STATES = ("free", "held", "cached", "quarantined")
+Samples = dict[str, float]
+
+
+@pytest.fixture(scope="module")
+def ouro(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One prefill and one decode worker on tiny-ouro that say all they can."""
+    folder = tmp_path_factory.mktemp("observed")
+    telemetry: dict[str, object] = {"log_format": "json", "metrics_port": 0}
+    config = write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", kv={"prefix_cache": True}, telemetry=telemetry)
+    with launched(config, folder) as cluster:
+        yield cluster
 
 
 def lines_of(cluster: Cluster, process: str) -> Iterator[dict[str, Any]]:
@@ -16,14 +33,29 @@ def lines_of(cluster: Cluster, process: str) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def scrape(cluster: Cluster) -> dict[str, float]:
-    """Value by name and labels, as the scrape shows them."""
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def metrics_url(cluster: Cluster) -> str:
+    """The coordinator's, as its log says."""
     said = next(line["message"] for line in lines_of(cluster, "coordinator") if "metrics are at" in line["message"])
     url = re.search(r"http://\S+/metrics", said)
     assert url is not None
-    with urllib.request.urlopen(url.group(), timeout=10) as answer:
-        rows = [line.rpartition(" ") for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    return url.group()
+
+
+def scrape(url: str) -> Samples:
+    """Value by name and labels, as the scrape shows them."""
+    rows = [line.rpartition(" ") for line in read(url).splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in rows}
+
+
+def scrape_all(cluster: Cluster) -> dict[str, Samples]:
+    """Of every process that service discovery finds, by its name."""
+    found = json.loads(read(metrics_url(cluster).replace("/metrics", "/targets")))
+    return {one["labels"]["process"]: scrape(f"http://{one['targets'][0]}/metrics") for one in found}
 
 
 def test_one_id_leads_through_every_process(ouro: Cluster) -> None:
@@ -41,13 +73,72 @@ def test_one_id_leads_through_every_process(ouro: Cluster) -> None:
 
 
 def test_each_ending_is_a_count_of_its_own(ouro: Cluster) -> None:
-    before = scrape(ouro)
+    before = scrape(metrics_url(ouro))
     stream = ouro.client.generate("abc", max_tokens=200, ignore_eos=True)
     next(stream)
     stream.close()
     ouro.wait_idle()
-    after = scrape(ouro)
-    changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-    late = 'loopline_ignored_messages_total{cause="unknown"}'  # what a worker said before it heard of the cancel
-    changed.pop(late, None)
-    assert changed == {'loopline_requests_total{ending="cancelled"}': 1.0}
+    after = scrape(metrics_url(ouro))
+    endings = {name: after[name] - before[name] for name in after if name.startswith("loopline_requests_total")}
+    assert {name: count for name, count in endings.items() if count} == {
+        'loopline_requests_total{ending="cancelled"}': 1.0
+    }
+    for name in ("loopline_failed_attempts_total", "loopline_lost_workers_total"):
+        assert sum(value for key, value in after.items() if key.startswith(name)) == 0
+
+
+def test_one_request_is_counted_to_the_last_token_in_every_process(ouro: Cluster) -> None:
+    ouro.wait_idle()
+    before = scrape_all(ouro)
+    prompt, new, total = list(range(10, 50)), 8, 0
+    for _ in range(2):  # the second one finds two blocks of 16 tokens
+        ouro.client.complete(prompt, max_tokens=new, ignore_eos=True, loops=LOOPS)
+        total += 1
+    ouro.wait_idle()
+    cached = 32
+    all_prompts = total * len(prompt)
+    blocks = {name: worker.blocks for name, worker in ouro.workers().items()}
+    wait_until(lambda: done(scrape_all(ouro), before) == (total, total), "the scrape shows both handoffs as done")
+    after = scrape_all(ouro)
+    assert list(after) == ["coordinator", "prefill-0", "decode-0"]
+
+    def grown(process: str, name: str) -> float:
+        return after[process][name] - before[process][name]
+
+    assert grown("coordinator", 'loopline_requests_total{ending="finished"}') == total
+    assert grown("coordinator", "loopline_time_to_first_token_seconds_count") == total
+    assert grown("coordinator", "loopline_inter_token_latency_seconds_count") == total * (new - 1)
+    assert grown("coordinator", "loopline_generation_tokens_total") == total * new
+    assert grown("coordinator", "loopline_prompt_tokens_total") == all_prompts
+    assert grown("coordinator", "loopline_prompt_tokens_cached_total") == cached
+    assert grown("coordinator", "loopline_e2e_request_latency_seconds_count") == total
+    assert after["coordinator"]['loopline_workers{role="decode",state="ready"}'] == 1
+    assert after["coordinator"]["loopline_serving"] == 1
+
+    assert grown("prefill-0", 'loopline_token_loops_total{phase="prefill"}') == (all_prompts - cached) * LOOPS
+    assert grown("prefill-0", 'loopline_token_loops_total{phase="decode"}') == 0
+    assert grown("prefill-0", "loopline_prefix_cache_queries_total") == all_prompts
+    assert grown("prefill-0", "loopline_prefix_cache_hits_total") == cached
+    assert grown("prefill-0", 'loopline_step_seconds_count{rows="prefill"}') == total
+    assert grown("prefill-0", 'loopline_pushes_total{result="done"}') == total
+    assert grown("prefill-0", "loopline_push_seconds_count") == total
+    pushed = grown("prefill-0", "loopline_pushed_bytes_total")
+    assert pushed == total * 3 * 16 * ouro.client.model().kv_bytes_per_token  # whole blocks
+    assert after["prefill-0"]["loopline_push_in_flight_bytes"] == 0
+
+    assert grown("decode-0", 'loopline_token_loops_total{phase="decode"}') == total * (new - 1) * LOOPS
+    assert grown("decode-0", 'loopline_step_seconds_count{rows="decode"}') == total * (new - 1)
+    assert "loopline_pushed_bytes_total" not in after["decode-0"]
+    for name in ("prefill-0", "decode-0"):
+        states = {state: after[name][f'loopline_kv_blocks{{state="{state}"}}'] for state in STATES}
+        assert states == {state: getattr(blocks[name], state) for state in STATES}
+        assert sum(states.values()) == blocks[name].total
+        assert after[name]["loopline_num_requests_running"] == 0
+
+
+def done(after: dict[str, Samples], before: dict[str, Samples]) -> tuple[float, float]:
+    """Handoffs that have come to their good end since, at both workers."""
+    names = {"prefill-0": "drained", "decode-0": "active"}
+    keys = {process: f'loopline_handoff_states_total{{state="{state}"}}' for process, state in names.items()}
+    prefill, decode = (after[process][key] - before[process][key] for process, key in keys.items())
+    return prefill, decode

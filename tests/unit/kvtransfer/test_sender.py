@@ -26,6 +26,7 @@ from kvtransfer.commands import (
 from kvtransfer.links import WARM_UP_NOTICE
 from kvtransfer.local_agent import LocalAgent, LocalHub
 from kvtransfer.manifest import null_descriptors
+from kvtransfer.push_counts import PushResult
 from kvtransfer.receiver import QUIET_ROUNDS, QUIET_S, Receiver
 from kvtransfer.region import ArenaSpan, RegisteredRegion
 from kvtransfer.sender import MAX_WAITERS, Sender
@@ -337,3 +338,29 @@ def test_askers_of_a_close_that_hangs_do_not_pile_up() -> None:
     bench.sender.poll()
     (report,) = [event for event in bench.take() if isinstance(event, CloseReport)]
     assert report.waiters == tuple(f"asker {number}" for number in range(100 - MAX_WAITERS, 100))
+
+
+def test_pushes_are_counted_by_how_they_ended_with_their_bytes_and_seconds() -> None:
+    bench = Bench()
+    bench.open(4)
+    bench.push(0)
+    bench.clock.time_s += 0.25
+    bench.rounds()
+    failed = bench.push(1)
+    bench.push(2)  # late
+    bench.break_handle(failed)
+    bench.sender.poll()
+    bench.clock.time_s += TIMEOUT_S + 0.1
+    bench.sender.poll()
+    bench.rounds()  # its end comes after all, and counts for nothing
+    counts = bench.sender.push_counts
+    assert counts.results == {PushResult.DONE: 1, PushResult.FAILED: 1, PushResult.LATE: 1}
+    assert counts.num_bytes == BLOCK_BYTES
+    assert (counts.seconds.count, counts.seconds.sum) == (1, pytest.approx(0.25))
+
+
+def test_a_push_that_cannot_be_posted_is_a_failed_one() -> None:
+    bench = Bench()
+    bench.open(1)
+    bench.sender.push(Push(KEY, PushRange(0, 5, 1), (1,)))
+    assert bench.sender.push_counts.results == {PushResult.FAILED: 1}

@@ -207,18 +207,20 @@ class TokenLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[float] = ..., top: _Optional[_Iterable[_Union[_loopline_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("peer", "role", "pid", "fingerprint", "capacity")
+    __slots__ = ("peer", "role", "pid", "fingerprint", "capacity", "metrics_address")
     PEER_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     peer: Peer
     role: str
     pid: int
     fingerprint: Fingerprint
     capacity: Capacity
-    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, peer: _Optional[_Union[Peer, _Mapping]] = ..., role: _Optional[str] = ..., pid: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., capacity: _Optional[_Union[Capacity, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("load", "draining", "lag_s")

@@ -1,0 +1,59 @@
+"""What an engine has computed, counted step by step; the engine counts, and a scrape reads from its own thread."""
+
+from collections import Counter
+from enum import StrEnum
+
+from loopline.sched.plan import StepOutcome, StepPlan
+from loopline.telemetry.metrics import Histogram
+
+_STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+class Phase(StrEnum):
+    """Whether a token was known before its step."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Rows(StrEnum):
+    """What a step had."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class StepCounts:
+    """Counts since the engine's start. Rows that turned out void count as well: they were computed."""
+
+    def __init__(self) -> None:
+        self.token_loops: Counter[str] = Counter()  # by phase
+        self.tokens: Counter[str] = Counter()  # by phase
+        self.seconds = {rows: Histogram(_STEP_S) for rows in Rows}
+        self.failed_steps = 0
+        self.prefix_queries = 0  # tokens
+        self.prefix_hits = 0
+
+    def computed(self, plan: StepPlan, outcome: StepOutcome, taken_s: float) -> None:
+        """A step was computed and committed."""
+        prefill = decode = 0
+        for segment in plan.segments:
+            depth = segment.last_loop - segment.first_loop
+            rows = 0 if segment.decode is None else len(segment.decode)
+            known = sum(run.num_tokens for run in segment.runs)
+            decode, prefill = decode + rows, prefill + known
+            self.token_loops[Phase.DECODE] += rows * depth
+            self.token_loops[Phase.PREFILL] += known * depth
+        self.tokens[Phase.DECODE] += decode
+        self.tokens[Phase.PREFILL] += prefill
+        kind = Rows.MIXED if prefill and decode else Rows.PREFILL if prefill else Rows.DECODE
+        self.seconds[kind].observe(taken_s)
+        for chunk in outcome.chunks:
+            if chunk.is_last:
+                self.prefix_queries += chunk.num_computed
+                self.prefix_hits += chunk.num_cached
+
+    def failed(self) -> None:
+        """A step could not be computed."""
+        self.failed_steps += 1
