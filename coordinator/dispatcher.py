@@ -21,6 +21,7 @@ from coordinator.queue import RequestQueue
 from coordinator.readiness import Readiness
 from coordinator.registry import LossReason, Refused, Registry
 from coordinator.reply_watch import ReplyWatch
+from coordinator.request_traces import RequestTraces
 from coordinator.router import Router
 from coordinator.snapshot import Backlog, ClusterSnapshot
 from coordinator.streams import ClientStream, Taken, WorkerStream
@@ -46,6 +47,7 @@ from loopline.messages import (
 )
 from loopline.request import Limits, Request, SamplingParams, check_size
 from loopline.telemetry.logs import about
+from loopline.telemetry.traces import Tracing
 from loopline.text import TextStream
 
 _LOG = logging.getLogger(__name__)
@@ -72,9 +74,11 @@ class Dispatcher:
         policy: Policy | None = None,
         probe_params: SamplingParams,
         probe_token_id: int,
+        tracing: Tracing | None = None,
     ) -> None:
         """`limits.arena_tokens` holds until workers have joined. `policy`: by default the least work.
-        `local_prefill_below_tokens`: a prompt of which the decode worker lacks fewer is computed by that worker."""
+        `local_prefill_below_tokens`: a prompt of which the decode worker lacks fewer is computed by that worker.
+        `tracing`: where spans go; None: nowhere."""
         self.epoch = epoch
         self.lease_s = lease_s
         self.readiness = Readiness(probe_params, probe_token_id)
@@ -85,6 +89,7 @@ class Dispatcher:
         self._tracker = Tracker(clock, reply_timeout_s)
         self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share)
         self.metrics = CoordinatorMetrics(clock, self._tracker.ignored)
+        self._traces = RequestTraces(tracing)
         self._reply_watch = ReplyWatch(self._tracker, self._registry, self._carry_out, reply_timeout_s)
         self._router = Router(policy or LeastWork())
         self._queue = RequestQueue(queue_limit)
@@ -149,9 +154,14 @@ class Dispatcher:
             raise RequestRefused("the coordinator is shutting down and takes no new requests; 0 tokens were delivered")
 
     def submit(
-        self, request: Request, deadline_s: float, decoder: TextStream | None, priority: int = 0
+        self,
+        request: Request,
+        deadline_s: float,
+        decoder: TextStream | None,
+        priority: int = 0,
+        traceparent: str = "",
     ) -> ClientStream:
-        """Queue a request whose values were checked; its size is checked here.
+        """Queue a request whose values were checked; its size is checked here. `traceparent`: the client's, "" if none.
 
         Raises RequestError, Overloaded, DeadlineExceeded where it has none left, or RequestRefused while draining; then
         nothing is kept.
@@ -162,6 +172,7 @@ class Dispatcher:
         check_size(request, self._limits_of(self._membership()))
         self._queue.put(request.request_id, self._clock.now_s(), priority)
         self.metrics.admitted(request.request_id)
+        self._traces.admitted(request, traceparent)
         return self._admit(request, deadline_s, decoder)
 
     def cancel(self, request_id: str) -> None:
@@ -265,6 +276,8 @@ class Dispatcher:
     ) -> None:
         if isinstance(message, Reserved | Granted | RequestFailed) and message.cause in _REFUSALS:
             self._registry.refused(worker)
+        if isinstance(message, Reserved | Granted):
+            self._traces.answered(message)
         match message:
             case Reserved():
                 effects = self._tracker.on_reserved(worker, message)
@@ -303,7 +316,7 @@ class Dispatcher:
             match effect:
                 case Send(worker, message):
                     if worker in self._workers:  # a lost worker's requests are restarted, not told
-                        self._workers[worker].send(message)
+                        self._workers[worker].send(self._traces.stamped(message))
                 case Deliver(request_id, row):
                     self._see_token()
                     self.metrics.token(request_id)
@@ -312,8 +325,10 @@ class Dispatcher:
                     self._router.failed(effect, self._clock.now_s())
                     _LOG.warning("an attempt failed: %s", detail, extra=about(request_id))
                     self.metrics.attempt_failed(cause)
+                    self._traces.failed(request_id, cause)
                 case Requeue(request_id):
                     self._put_back(request_id)
+                    self._traces.requeued(request_id)
                 case End(request_id, outcome):
                     self._end(request_id, outcome)
         self._wake.set()
@@ -331,6 +346,7 @@ class Dispatcher:
     def _end(self, request_id: str, outcome: Outcome) -> None:
         if request_id != self.readiness.probe_id:  # no client asked for that one
             self.metrics.ended(request_id, outcome)
+            self._traces.ended(request_id, outcome)
             text, route = "%s after %d tokens; prefilled by %s, decoded by %s", outcome.route
             numbers = outcome.ending, outcome.usage.completion_tokens
             _LOG.info(text, *numbers, route.prefill or "nobody", route.decode or "nobody", extra=about(request_id))

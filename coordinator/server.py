@@ -27,6 +27,7 @@ from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.process import on_terminate, watch_life_pipe, write_json_by_rename
 from loopline.request import InitialState, Limits, SamplingParams
 from loopline.telemetry.logs import configure_logging
+from loopline.telemetry.traces import Tracing, open_tracing
 from loopline.text import TextCodec, load_text
 from loopline.wire._generated.loopline.v1 import (
     cluster_pb2_grpc,
@@ -58,7 +59,9 @@ class ServerOptions:
     """Read end of a pipe that the parent holds open; its end means that the parent is gone."""
 
 
-def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock, *, earlier_epoch: int = 0) -> Dispatcher:
+def build_dispatcher(
+    config: ClusterConfig, spec: ModelSpec, clock: Clock, *, earlier_epoch: int = 0, tracing: Tracing | None = None
+) -> Dispatcher:
     """A dispatcher for one model, with a later epoch than `earlier_epoch`; needs a running event loop."""
     max_loops = config.model.max_loops or spec.default_loops
     probe = SamplingParams(
@@ -85,6 +88,7 @@ def build_dispatcher(config: ClusterConfig, spec: ModelSpec, clock: Clock, *, ea
         policy=make_policy(config.routing.policy, config.routing.load_weight),
         probe_params=probe,
         probe_token_id=spec.bos_id or 0,
+        tracing=tracing,
     )
 
 
@@ -127,7 +131,8 @@ async def serve(options: ServerOptions) -> None:
     spec = load_model_spec(config.model.path)
     earlier_epoch = 0 if options.listen_file is None else _read_epoch(options.listen_file)
     clock, fleet = MonotonicClock(), Fleet()
-    dispatcher = build_dispatcher(config, spec, clock, earlier_epoch=earlier_epoch)
+    tracing = open_tracing(config.telemetry.otlp_endpoint, config.name, "coordinator", "coordinator")
+    dispatcher = build_dispatcher(config, spec, clock, earlier_epoch=earlier_epoch, tracing=tracing)
     card = ModelCard(Path(config.model.path).name, _dtype(config, spec))
     intake = build_intake(config, spec, load_text(config.model.path))
     drain_limit_s = config.membership.drain_limit_s
@@ -162,6 +167,8 @@ async def serve(options: ServerOptions) -> None:
         await server.stop(_CLOSE_S)
         for helper in helpers:
             helper.cancel()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.close)
 
 
 def _read_epoch(listen_file: Path) -> int:

@@ -33,6 +33,7 @@ from loopline.identity import WorkerId
 from loopline.messages import LauncherReport, Register, Rejected
 from loopline.request import Route, Timing, Usage
 from loopline.telemetry.logs import about
+from loopline.telemetry.traces import TRACEPARENT
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 
@@ -77,7 +78,8 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             if submission.whole is not None:
                 await self._end_whole(submission, context)
                 return
-            stream = self._dispatcher.submit(request, left_s, submission.decoder, submission.priority)
+            traceparent = str(dict(context.invocation_metadata() or ()).get(TRACEPARENT, ""))
+            stream = self._dispatcher.submit(request, left_s, submission.decoder, submission.priority, traceparent)
         except LooplineError as error:
             if isinstance(error, Overloaded):
                 self._dispatcher.metrics.refused()

@@ -35,7 +35,11 @@ from loopline.errors import ConfigError
 from loopline.faults import FaultList, check_workers, faults_of
 from loopline.settings import EngineSettings, SchedulerSettings, TransferSettings, WorkerSettings
 
-_PATTERNS = {r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:N", r"^UCX_[A-Z0-9_]+$": "a name UCX_..."}
+_PATTERNS = {
+    r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:N",
+    r"^UCX_[A-Z0-9_]+$": "a name UCX_...",
+    r"^https?://[^/\s]+$": "http://HOST:PORT or https://HOST:PORT",
+}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most"}
 _CROSS = "cross_check"
 _PREFIX_CACHE = {"auto": "auto", True: "on", False: "off"}  # YAML 1.1 reads on and off as booleans
@@ -121,6 +125,8 @@ class ClusterConfig(Section):
             host=host,
             port=port,
             metrics_port=None if self.telemetry.metrics_port is None else 0,
+            otlp_endpoint=self.telemetry.otlp_endpoint,
+            cluster=self.name,
             engine=self.engine_settings(role),
             transfer=TransferSettings(
                 backend=transfer.backend,

@@ -18,6 +18,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 MessageBytes = Annotated[int, Field(ge=65536, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
 UcxName = Annotated[str, Field(pattern=r"^UCX_[A-Z0-9_]+$")]
 
 
@@ -211,6 +212,9 @@ class TelemetryConfig(Section):
     """Port at which the coordinator serves Prometheus metrics at /metrics, on coordinator.host, and at /targets the
     list of all processes that do: each worker serves its own at any free port. null: none anywhere, 0: any free one,
     named in its log."""
+    otlp_endpoint: Url | None = None
+    """Where every process sends traces of requests, by OTLP over gRPC: http://HOST:PORT, https:// for TLS; needs the
+    extra `otel`. null: nowhere."""
 
 
 class LimitsConfig(Section):

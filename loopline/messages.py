@@ -222,6 +222,7 @@ class Reserve:
     key: HandoffKey
     request: Request
     deadline_s: float  # remaining
+    trace: str = ""  # W3C traceparent of the attempt; "": nobody traces it
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ class StartPrefill:
     first_block: int
     runs: tuple[BlockRun, ...]
     deadline_s: float  # remaining
+    trace: str = ""  # as in Reserve
 
 
 @dataclass(frozen=True)

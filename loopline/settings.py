@@ -142,6 +142,10 @@ class WorkerSettings:
     """0: any free port."""
     metrics_port: int | None = None
     """Where to answer scrapes, on `host`; 0: any free port, None: nowhere."""
+    otlp_endpoint: str | None = None
+    """URL that takes spans of requests; None: there are none."""
+    cluster: str = "cluster"
+    """The cluster's name, for these."""
     uuid: str = ""
     """Who the process is to others, fresh at every start; "": it draws one."""
     engine: EngineSettings

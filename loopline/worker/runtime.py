@@ -29,6 +29,7 @@ from loopline.messages import CoordinatorMessage, Drain, PeerGone, Register, Wor
 from loopline.process import leave, on_terminate, watch_life_pipe
 from loopline.sched.policy import RolePolicy
 from loopline.settings import TransferSettings, WorkerSettings
+from loopline.telemetry.traces import Tracing, open_tracing
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.wire.channel import bind, join_address, server_options
 from loopline.wire.convert import decode_push_notice, encode_push_notice
@@ -36,7 +37,7 @@ from loopline.worker.attachment import Attachment
 from loopline.worker.engine_thread import EngineListener, EngineThread, Inbox, LoadBoard, WorkerCore
 from loopline.worker.events import BeginDrain, CoordinatorLost
 from loopline.worker.faults import WorkerFaults, no_fault
-from loopline.worker.metrics import WorkerMetrics
+from loopline.worker.observer import Observer
 from loopline.worker.orders import Orders
 from loopline.worker.peer_calls import PeerCalls
 from loopline.worker.quarantine_watch import QuarantineWatch
@@ -108,6 +109,7 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
     on_terminate(loop, orders.terminate)
     if life_fd is not None:
         watch_life_pipe(loop, life_fd, orders.stop)
+    tracing = open_tracing(settings.otlp_endpoint, settings.cluster, settings.role, settings.name)
     server = grpc.aio.server(options=server_options())
     port = bind(server, settings.host, settings.port)  # before the model loads: a clash shows at once
     identity = Identity(settings.name, join_address(settings.host, port), settings.uuid)
@@ -117,10 +119,11 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
         logger.info("told to leave while loading")
         leave(0)  # the loading thread cannot be stopped in another way
     loaded = loading.result()
-    worker = _Worker(settings, identity, loaded, server, build_role, orders, faults)
     try:
-        await worker.run()
+        await _Worker(settings, identity, loaded, server, build_role, orders, faults, tracing).run()
     finally:
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         if not await asyncio.to_thread(loaded.transfer.stop):
             logger.error("the transfer thread does not stop; leaving without it")
             leave(EXIT_FAILED)  # its agent may still write the arena, so the memory must not be freed in order
@@ -215,6 +218,7 @@ class _Worker:
         build_role: BuildRole,
         orders: Orders,
         faults: WorkerFaults | None,
+        tracing: Tracing | None,
     ) -> None:
         self._settings = settings
         self._inbox = loaded.inbox
@@ -227,12 +231,11 @@ class _Worker:
         self._calls = PeerCalls(self._loop)
         engine, clock = loaded.engine, MonotonicClock()
         role, transfer = Role(settings.role), loaded.transfer
-        metrics, port = WorkerMetrics(role, engine, self._board.read, transfer.push_counts), settings.metrics_port
-        metrics_address = "" if port is None else metrics.serve(settings.host, port)
+        observer = Observer(settings, engine, transfer, self._board.read, tracing)
 
         def register() -> Register:
             me, pid = identity.begin_life(), os.getpid()
-            return Register(me, role, pid, loaded.fingerprint, engine.capacity, metrics_address)
+            return Register(me, role, pid, loaded.fingerprint, engine.capacity, observer.metrics_address)
 
         self._attachment = Attachment(
             settings.coordinator, register, lambda: self._board.beat(orders.is_draining, clock.now_s())
@@ -244,12 +247,12 @@ class _Worker:
             endpoint=loaded.endpoint,
             fingerprint=loaded.fingerprint,
             me=identity.me,
-            to_coordinator=metrics.sending(send if faults is None else faults.messages(send)),
-            to_transfer=transfer.submit,
+            to_coordinator=observer.sending(send if faults is None else faults.messages(send)),
+            to_transfer=observer.submitting(transfer.submit),
             to_engine=loaded.inbox.put,
             calls=self._calls,
             transfer=settings.transfer,
-            entered=metrics.entering(no_fault if faults is None else faults.entered),
+            entered=observer.entering(no_fault if faults is None else faults.entered),
         )
         self._parts = build_role(context)
         budget = transfer.budget_counts if role is Role.PREFILL else lambda: None
@@ -264,6 +267,7 @@ class _Worker:
             context.to_coordinator,
         )
         core = self._parts.core if faults is None else faults.core(self._parts.core)
+        core = observer.core(core)
         self._engine_thread = EngineThread(engine, core, loaded.inbox, self._board, listener, clock)
         self._take = self._on_message if faults is None else faults.messages(self._on_message)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "triton", "nixl", "ray")
+HEAVY = ("torch", "triton", "nixl", "ray", "opentelemetry")
 _REPORT = f"; import sys; print([name for name in {HEAVY} if name in sys.modules])"
 _COMMAND = (
     "import sys; from loopline.cli.main import main; sys.argv = {arguments!r}\ntry: main()\nexcept SystemExit: pass\n"

@@ -6,10 +6,13 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 
 from loopline.client import Accepted
+from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from tests.support.cluster import Cluster, launched, wait_until, write_config
+from tests.support.collector import Collector, SeenSpan
 from tests.support.golden import MODELS
 
 LOOPS = 3  # not the default
@@ -18,10 +21,17 @@ Samples = dict[str, float]
 
 
 @pytest.fixture(scope="module")
-def ouro(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def collector() -> Iterator[Collector]:
+    started = Collector()
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def ouro(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
     """One prefill and one decode worker on tiny-ouro that say all they can."""
     folder = tmp_path_factory.mktemp("observed")
-    telemetry: dict[str, object] = {"log_format": "json", "metrics_port": 0}
+    telemetry: dict[str, object] = {"log_format": "json", "metrics_port": 0, "otlp_endpoint": collector.endpoint}
     config = write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", kv={"prefix_cache": True}, telemetry=telemetry)
     with launched(config, folder) as cluster:
         yield cluster
@@ -142,3 +152,47 @@ def done(after: dict[str, Samples], before: dict[str, Samples]) -> tuple[float, 
     keys = {process: f'loopline_handoff_states_total{{state="{state}"}}' for process, state in names.items()}
     prefill, decode = (after[process][key] - before[process][key] for process, key in keys.items())
     return prefill, decode
+
+
+def test_a_trace_leads_through_all_three_processes_from_the_clients_span_on(
+    ouro: Cluster, collector: Collector
+) -> None:
+    trace_id, client_span, prompt, new = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331", 40, 8
+    sampling = loopline_pb2.SamplingParams(max_tokens=new, ignore_eos=True, loops=LOOPS)
+    ids = loopline_pb2.TokenIds(ids=range(100, 100 + prompt))
+    with grpc.insecure_channel(ouro.address) as channel:
+        stub: Any = loopline_pb2_grpc.LooplineStub(channel)  # type: ignore[no-untyped-call]
+        metadata = (("traceparent", f"00-{trace_id}-{client_span}-01"),)
+        events = list(
+            stub.Generate(loopline_pb2.GenerateRequest(token_ids=ids, sampling=sampling), metadata=metadata, timeout=30)
+        )
+    names = {"request", "queued", "attempt", "reserve", "bind", "prefill", "handoff", "decode"}
+    wait_until(lambda: {span.name for span in collector.spans(trace_id)} >= names, "every span has come")
+    spans = {span.name: span for span in collector.spans(trace_id)}
+    assert len(collector.spans(trace_id)) == len(names)
+    whole, attempt = spans["request"], spans["attempt"]
+    of: dict[str, tuple[str, str]] = {
+        "request": (client_span, "coordinator"),
+        "queued": (whole.span_id, "coordinator"),
+        "attempt": (whole.span_id, "coordinator"),
+        "reserve": (attempt.span_id, "coordinator"),
+        "bind": (attempt.span_id, "coordinator"),
+        "prefill": (attempt.span_id, "prefill-0"),
+        "handoff": (attempt.span_id, "prefill-0"),
+        "decode": (attempt.span_id, "decode-0"),
+    }
+    assert {name: (span.parent_id, span.instance) for name, span in spans.items()} == of
+    assert {span.error for span in spans.values()} == {""}
+    for name in ("request", "prefill", "handoff", "decode"):
+        assert attributes(spans[name], "request_id") == (events[0].accepted.request_id,)
+    assert attributes(spans["prefill"], "tokens", "cached_tokens", "depth") == (prompt, 0, LOOPS)
+    assert attributes(spans["handoff"], "pushes", "descriptors") == (1, events[-1].finished.handoff.descriptors)
+    assert attributes(spans["decode"], "tokens", "token_loops", "finish") == (new - 1, (new - 1) * LOOPS, "length")
+    assert attributes(whole, "completion_tokens", "prefill", "decode") == (new, "prefill-0", "decode-0")
+    order = [spans[name].start_ns for name in ("request", "queued", "attempt", "bind", "prefill", "handoff", "decode")]
+    assert order == sorted(order)  # one machine, one clock
+    assert all(whole.start_ns <= span.start_ns <= span.end_ns for span in spans.values())
+
+
+def attributes(span: SeenSpan, *names: str) -> tuple[Any, ...]:
+    return tuple(span.attributes[f"loopline.{name}"] for name in names)

@@ -385,14 +385,16 @@ class Pair(_message.Message):
     def __init__(self, decode: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("key", "request", "deadline_s")
+    __slots__ = ("key", "request", "deadline_s", "trace")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     key: HandoffKey
     request: EngineRequest
     deadline_s: float
-    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., request: _Optional[_Union[EngineRequest, _Mapping]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    trace: str
+    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., request: _Optional[_Union[EngineRequest, _Mapping]] = ..., deadline_s: _Optional[float] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class Bind(_message.Message):
     __slots__ = ("key", "writer")
@@ -409,20 +411,22 @@ class StartLocalPrefill(_message.Message):
     def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ...) -> None: ...
 
 class StartPrefill(_message.Message):
-    __slots__ = ("key", "request", "target", "first_block", "runs", "deadline_s")
+    __slots__ = ("key", "request", "target", "first_block", "runs", "deadline_s", "trace")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     key: HandoffKey
     request: EngineRequest
     target: Peer
     first_block: int
     runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
     deadline_s: float
-    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., request: _Optional[_Union[EngineRequest, _Mapping]] = ..., target: _Optional[_Union[Peer, _Mapping]] = ..., first_block: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    trace: str
+    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., request: _Optional[_Union[EngineRequest, _Mapping]] = ..., target: _Optional[_Union[Peer, _Mapping]] = ..., first_block: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., trace: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "cause")
