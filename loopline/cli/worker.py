@@ -17,10 +17,13 @@ def worker(
     name: Annotated[str | None, typer.Option(help="Its name for people; made up if not given.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on and to be reached at.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; any free one if not given.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Port to answer scrapes at; any free one if not given and the YAML has metrics.")
+    ] = None,
 ) -> None:
     """Run one worker until it is told to stop."""
     arguments = ["--config", str(config), "--coordinator", coordinator]
-    for option, value in (("--name", name), ("--host", host), ("--port", port)):
+    for option, value in (("--name", name), ("--host", host), ("--port", port), ("--metrics-port", metrics_port)):
         if value is not None:
             arguments += [option, str(value)]
     raise typer.Exit(_main_of(role)(arguments))

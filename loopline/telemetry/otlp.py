@@ -3,6 +3,7 @@
 The SDK's own environment variables hold here too: OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS and others.
 """
 
+import logging
 import threading
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from loopline.telemetry.traces import TRACEPARENT, Value
 _DELAY_MS = 1_000.0
 _CLOSE_S = 2.0
 _PREFIX = "loopline."
+_RETRIES = "opentelemetry.exporter.otlp.proto.grpc.exporter"  # its log; what it gives up is an error there
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
@@ -52,6 +54,7 @@ class OtlpTracing:
         resource = Resource.create(
             {"service.namespace": cluster, "service.name": f"loopline-{kind}", "service.instance.id": process}
         )
+        logging.getLogger(_RETRIES).setLevel(logging.ERROR)  # each retry is a warning
         exporter = OTLPSpanExporter(endpoint, insecure=urlsplit(endpoint).scheme == "http")
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_DELAY_MS))

@@ -44,6 +44,7 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to be reached at")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free one")
+    parser.add_argument("--metrics-port", type=int, help="port to answer scrapes at; by default the YAML decides")
     parser.add_argument("--uuid", default="", help=argparse.SUPPRESS)
     parser.add_argument("--life-fd", type=int, default=None, help="pipe whose end means that the parent is gone")
     parser.add_argument(
@@ -55,6 +56,8 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     configure_logging(name, config.telemetry.log_format, config.telemetry.log_level)
     settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=parsed.host)
     settings = replace(settings, uuid=parsed.uuid)
+    if parsed.metrics_port is not None:
+        settings = replace(settings, metrics_port=parsed.metrics_port)
     if parsed.without_faults:
         settings = replace(settings, faults=tuple(fault for fault in settings.faults if fault.is_lasting))
     return WorkerArguments(settings, parsed.life_fd)

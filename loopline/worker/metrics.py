@@ -55,7 +55,9 @@ class WorkerMetrics:
         try:
             server = MetricsServer(registry_of(self.collect), host, port)
         except OSError as error:
-            raise AddressInUse(f"metrics: {host}:{port} cannot be listened on: {error.strerror}") from None
+            raise AddressInUse(
+                f"--metrics-port is {port}: {host}:{port} cannot be listened on: {error.strerror}"
+            ) from None
         address = join_address(host, server.port)
         logger.info("metrics are at http://%s%s", address, METRICS_PATH)
         return address

@@ -74,6 +74,10 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
         ("model: {path: m}\nprefil: {}", "prefil: no such key; allowed: name, model, kv,"),
         ("model: {path: m}\nkv: {block_size: 0}", "kv.block_size is 0; allowed: a whole number, at least 1"),
         ("model: {path: m}\nkv: {block_size: '16'}", "kv.block_size is '16'; allowed: a whole number, at least 1"),
+        (
+            "model: {path: m}\ntelemetry: {otlp_endpoint: 'collector:4317'}",
+            "telemetry.otlp_endpoint is 'collector:4317'; allowed: http://HOST:PORT or https://HOST:PORT or null",
+        ),
         ("model: {path: m}\nkv: {prefix_cache: 3}", "kv.prefix_cache is 3; allowed: auto or true or false"),
         ("model: {path: m}\ndecode: {steps_ahead: 2}", "decode.steps_ahead is 2; allowed: 0 or 1 or null"),
         ("model: {path: m}\ntransfer: {verify: on}", "transfer.verify is True; allowed: off or digest"),
