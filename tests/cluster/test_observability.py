@@ -110,7 +110,7 @@ def test_one_request_is_counted_to_the_last_token_in_every_process(ouro: Cluster
     blocks = {name: worker.blocks for name, worker in ouro.workers().items()}
     wait_until(lambda: done(scrape_all(ouro), before) == (total, total), "the scrape shows both handoffs as done")
     after = scrape_all(ouro)
-    assert list(after) == ["coordinator", "prefill-0", "decode-0"]
+    assert set(after) == {"coordinator", "prefill-0", "decode-0"}
 
     def grown(process: str, name: str) -> float:
         return after[process][name] - before[process][name]
