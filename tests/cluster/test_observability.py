@@ -1,7 +1,9 @@
 """What a cluster says of a request: one id in every process's log, counts that scrapes find, one trace."""
 
 import json
+import os
 import re
+import signal
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +20,7 @@ from tests.support.golden import MODELS
 LOOPS = 3  # not the default
 STATES = ("free", "held", "cached", "quarantined")
 Samples = dict[str, float]
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
@@ -196,3 +199,37 @@ def test_a_trace_leads_through_all_three_processes_from_the_clients_span_on(
 
 def attributes(span: SeenSpan, *names: str) -> tuple[Any, ...]:
     return tuple(span.attributes[f"loopline.{name}"] for name in names)
+
+
+def test_a_recovery_is_a_second_attempt_of_the_trace_and_the_new_worker_is_found(
+    ouro: Cluster, collector: Collector
+) -> None:
+    """The last test here: it ends a worker."""
+    trace_id, new = "1af7651916cd43dd8448eb211c80319d", 300
+    before, killed = scrape(metrics_url(ouro)), ouro.workers()["decode-0"]
+    sampling = loopline_pb2.SamplingParams(max_tokens=new, ignore_eos=True)
+    request = loopline_pb2.GenerateRequest(token_ids=loopline_pb2.TokenIds(ids=[65, 66, 67]), sampling=sampling)
+    with grpc.insecure_channel(ouro.address) as channel:
+        stub: Any = loopline_pb2_grpc.LooplineStub(channel)  # type: ignore[no-untyped-call]
+        stream = stub.Generate(request, metadata=(("traceparent", f"00-{trace_id}-{'b' * 16}-01"),), timeout=60)
+        events = [next(stream) for _ in range(3)]  # accepted, and tokens of the decode worker
+        os.kill(killed.pid, signal.SIGKILL)
+        events += stream
+    assert events[-1].finished.usage.completion_tokens == new
+    wait_until(lambda: any(span.name == "request" for span in collector.spans(trace_id)), "the request's span has come")
+    wait_until(lambda: any(span.name == "decode" for span in collector.spans(trace_id)), "the second decode's too")
+    spans = sorted(collector.spans(trace_id), key=lambda span: span.start_ns)
+    attempts = [span for span in spans if span.name == "attempt"]
+    assert (attempts[0].error, attempts[-1].error) == ("peer_lost", "")
+    (decode,) = [span for span in spans if span.name == "decode"]  # what was killed has told nothing
+    assert decode.parent_id == attempts[-1].span_id
+    after = scrape(metrics_url(ouro))
+    grown = {name: after[name] - before[name] for name in after}
+    assert grown['loopline_failed_attempts_total{cause="peer_lost"}'] == 1
+    assert sum(grown[f'loopline_lost_workers_total{{reason="{reason}"}}'] for reason in ("stream", "reaped")) == 1
+    assert grown["loopline_generation_tokens_total"] == new
+    assert grown["loopline_time_to_first_token_seconds_count"] == 1
+    found = scrape_all(ouro)
+    assert set(found) == {"coordinator", "prefill-0", "decode-0"}
+    assert ouro.workers()["decode-0"].metrics_address != killed.metrics_address
+    assert found["decode-0"]['loopline_handoff_states_total{state="active"}'] >= 1
