@@ -27,6 +27,7 @@ from loopline.config import load_config
 from loopline.errors import LooplineError, OperatorError, PeerLost
 from loopline.identity import Role, WorkerState
 from loopline.messages import LauncherReport, WorkerCounts
+from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_channel
 
@@ -71,6 +72,8 @@ class LocalLauncher:
         self._worker_modules = worker_modules
         self._config_path = config_path
         self._config = load_config(config_path)
+        self.credentials = self._config.read_security().credentials
+        """What this launcher shows to the coordinator: the cluster's own."""
         self._port = port
         self._run_dir = run_dir
         self._children: dict[str, Child] = {}
@@ -98,7 +101,7 @@ class LocalLauncher:
             raise
         self.want(WorkerCounts(self._config.prefill.replicas, self._config.decode.replicas))
         self._spawn(self._kill_hung_workers())
-        self._spawn(stay_attached(self.address, self, self._stopping))
+        self._spawn(stay_attached(self.address, self, self._stopping, self.credentials))
         return self
 
     async def __aexit__(
@@ -113,7 +116,7 @@ class LocalLauncher:
 
     async def wait_serving(self, timeout_s: float) -> None:
         """Until a real token has gone through a pair. Raises OperatorError (a process failed), TimeoutError."""
-        await self._unless_failed(wait_serving(self.address, timeout_s))
+        await self._unless_failed(wait_serving(self.address, timeout_s, self.credentials))
         self._has_served = True
 
     async def wait_stopped(self) -> None:
@@ -262,7 +265,7 @@ class LocalLauncher:
         """The proof that this process can write no more: said until it is answered, or until all is stopped."""
         stub: Any = cluster_pb2_grpc.ClusterStub
         message = cluster_pb2.WorkerExit(pid=child.pid, exit_status=exit_status, name=child.name, uuid=process)
-        async with open_channel(self.address) as channel:
+        async with open_channel(self.address, self.credentials) as channel:
             while not self._stopping.is_set():
                 try:
                     await stub(channel).ReportExit(message, timeout=_CALL_S, wait_for_ready=True)
@@ -279,7 +282,7 @@ class LocalLauncher:
         joined: set[tuple[str, int]] = set()
         looks: dict[tuple[str, int], int] = {}
         stub: Any = loopline_pb2_grpc.LooplineStub
-        async with open_channel(self.address) as channel:
+        async with open_channel(self.address, self.credentials) as channel:
             while not await self._unless_stopped(lease_s):
                 try:
                     status = await stub(channel).GetStatus(loopline_pb2.GetStatusRequest(), timeout=_CALL_S)
@@ -333,10 +336,10 @@ class LocalLauncher:
         return await _wait_at_most(self._stopping, limit_s)
 
 
-async def wait_serving(address: str, timeout_s: float) -> None:
+async def wait_serving(address: str, timeout_s: float, credentials: Credentials = NO_CREDENTIALS) -> None:
     """Until the coordinator at HOST:PORT reports SERVING, by its health service. Raises TimeoutError."""
     stub: Any = health_pb2_grpc.HealthStub
-    async with asyncio.timeout(timeout_s), open_channel(address) as channel:
+    async with asyncio.timeout(timeout_s), open_channel(address, credentials) as channel:
         while True:
             try:
                 async for answer in stub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):

@@ -13,6 +13,7 @@ import grpc.aio
 
 from coordinator.duplex import own_faults, until_one_ends
 from loopline.messages import LauncherReport, Wanted, WorkerCounts
+from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.wire.channel import open_channel
@@ -39,11 +40,13 @@ class Keeper(Protocol):
         ...
 
 
-async def stay_attached(address: str, keeper: Keeper, stopping: asyncio.Event) -> None:
+async def stay_attached(
+    address: str, keeper: Keeper, stopping: asyncio.Event, credentials: Credentials = NO_CREDENTIALS
+) -> None:
     """Be attached to the coordinator at HOST:PORT, again and again, until `stopping`. What the coordinator says of a
     stream that it does not take is logged."""
     said = ""
-    async with open_channel(address) as channel:
+    async with open_channel(address, credentials) as channel:
         while not stopping.is_set():
             reason = await _first(_attach_once(channel, keeper), stopping)
             if reason and reason != said:

@@ -26,6 +26,7 @@ from loopline.config import ClusterConfig, load_config
 from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.process import on_terminate, watch_life_pipe, write_json_by_rename
 from loopline.request import InitialState, Limits, SamplingParams
+from loopline.security import OPEN_ACCESS, Access, is_loopback_host
 from loopline.telemetry.logs import configure_logging
 from loopline.telemetry.traces import Tracing, open_tracing
 from loopline.text import TextCodec, load_text
@@ -35,7 +36,7 @@ from loopline.wire._generated.loopline.v1 import (
     loopline_pb2_grpc,
     operations_pb2_grpc,
 )
-from loopline.wire.channel import bind, join_address, server_options
+from loopline.wire.channel import bind, join_address, make_server
 
 _LOG = logging.getLogger(__name__)
 SERVICE_NAME: str = loopline_pb2.DESCRIPTOR.services_by_name["Loopline"].full_name
@@ -110,11 +111,12 @@ def build_server(
     max_message_bytes: int,
     drain_limit_s: float,
     *,
+    access: Access = OPEN_ACCESS,
     most_write_s: float = MOST_WRITE_S,
 ) -> grpc.aio.Server:
-    """A server with all services; not bound, not started. `drain_limit_s`: of a worker's drain that names no limit;
-    `most_write_s`: how long a client may take for one event."""
-    server = grpc.aio.server(options=server_options(max_message_bytes))
+    """A server with all services that lets in what `access` says; not bound, not started. `drain_limit_s`: of a drain
+    that names no limit; `most_write_s`: how long a client may take for one event."""
+    server = make_server(access, max_message_bytes)
     add_public: Any = loopline_pb2_grpc.add_LooplineServicer_to_server  # generated code is untyped
     add_cluster: Any = cluster_pb2_grpc.add_ClusterServicer_to_server
     add_operations: Any = operations_pb2_grpc.add_OperationsServicer_to_server
@@ -136,13 +138,16 @@ async def serve(options: ServerOptions) -> None:
     card = ModelCard(Path(config.model.path).name, _dtype(config, spec))
     intake = build_intake(config, spec, load_text(config.model.path))
     drain_limit_s = config.membership.drain_limit_s
-    server = build_server(dispatcher, fleet, intake, card, config.limits.max_message_bytes, drain_limit_s)
+    access = config.read_security().access
+    server = build_server(dispatcher, fleet, intake, card, config.limits.max_message_bytes, drain_limit_s, access=access)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = config.coordinator.port if options.port is None else options.port
     host = config.coordinator.host
-    address = join_address(_EVERY_HOST.get(host, host), bind(server, host, port))
+    address = join_address(_EVERY_HOST.get(host, host), bind(server, host, port, access=access))
+    if not (access.cluster_tokens or is_loopback_host(host)):
+        _LOG.warning("whoever reaches %s controls this cluster: security.cluster_token_file is not set", address)
     if config.telemetry.metrics_port is not None:
         serve_metrics(dispatcher, host, config.telemetry.metrics_port)
     rebalance = RebalanceWatch(dispatcher, fleet, clock, config.launcher.rebalance_patience_s)

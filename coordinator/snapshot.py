@@ -1,6 +1,5 @@
 """The cluster at one moment, as frozen records: what the router decides on and what GetStatus shows. No I/O."""
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,6 +7,7 @@ from functools import cached_property
 from coordinator.effects import Assigned
 from loopline.identity import Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad, WorkerState
 from loopline.request import Request
+from loopline.security import is_loopback_host
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,4 @@ def host_of(address: str) -> str:
 
 def is_loopback(address: str) -> bool:
     """Whether HOST:PORT is reached from its own machine only. A name other than localhost is taken for another's."""
-    host = host_of(address)
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return is_loopback_host(host_of(address))

@@ -4,17 +4,21 @@
 file, the key, the value and what is allowed. No torch: the coordinator and the command line load this.
 """
 
+import datetime
+import logging
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from loopline.certificates import check_pair
 from loopline.config_sections import (
     CoordinatorConfig,
     DecodeConfig,
@@ -26,6 +30,7 @@ from loopline.config_sections import (
     PrefillConfig,
     RoutingConfig,
     Section,
+    SecurityConfig,
     TelemetryConfig,
     Text,
     TransferConfig,
@@ -33,8 +38,19 @@ from loopline.config_sections import (
 )
 from loopline.errors import ConfigError
 from loopline.faults import FaultList, check_workers, faults_of
+from loopline.security import (
+    Access,
+    ClusterSecurity,
+    Credentials,
+    is_loopback_host,
+    is_open_to_others,
+    read_client_tokens,
+    read_tls,
+    read_tokens,
+)
 from loopline.settings import EngineSettings, SchedulerSettings, TransferSettings, WorkerSettings
 
+_LOG = logging.getLogger(__name__)
 _PATTERNS = {
     r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:N",
     r"^UCX_[A-Z0-9_]+$": "a name UCX_...",
@@ -42,6 +58,7 @@ _PATTERNS = {
 }
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most"}
 _CROSS = "cross_check"
+T = TypeVar("T")
 _PREFIX_CACHE = {"auto": "auto", True: "on", False: "off"}  # YAML 1.1 reads on and off as booleans
 
 
@@ -70,6 +87,8 @@ class ClusterConfig(Section):
     """Which workers run a request."""
     limits: LimitsConfig = LimitsConfig()
     """Bounds on messages."""
+    security: SecurityConfig = SecurityConfig()
+    """Who may call whom, and what others on the network can read."""
     telemetry: TelemetryConfig = TelemetryConfig()
     """Logs and metrics."""
     faults: FaultList = Field(default_factory=list)
@@ -81,6 +100,9 @@ class ClusterConfig(Section):
             for key, value, allowed in _group_faults(getattr(self, role), self.kv.block_size):
                 context = {"key": f"{role}.{key}", "value": value, "allowed": allowed}
                 raise PydanticCustomError(_CROSS, "{key} is {value}; allowed: {allowed}", context)
+        for key, text, allowed in _security_faults(self):
+            context = {"key": f"security.{key}", "value": text, "allowed": allowed}
+            raise PydanticCustomError(_CROSS, "{key} is {value}; allowed: {allowed}", context)
         check_workers(self.faults, {"prefill": self.prefill.replicas, "decode": self.decode.replicas})
         return self
 
@@ -143,8 +165,27 @@ class ClusterConfig(Section):
             engine_timeout_s=_engine_timeout_s(self.membership, self._group(role).device),
             quarantine_limit=self.membership.quarantine_limit,
             quarantine_patience_s=self.membership.lease_s + self.membership.drain_limit_s,
+            max_message_bytes=self.limits.max_message_bytes,
             faults=faults_of(self.faults, name),
         )
+
+    def read_security(self) -> ClusterSecurity:
+        """What a process of this cluster shows and asks for, read from the files. Raises ConfigError that names key and
+        file."""
+        section = self.security
+        tls = None
+        if section.tls is not None:
+            tls = _of_key("tls", read_tls, section.tls.ca_file, section.tls.cert_file, section.tls.key_file)
+        if section.cluster_token_file is None:
+            return ClusterSecurity(Credentials(tls), Access(tls, section.require_client_certificate))
+        tokens = _of_key("cluster_token_file", read_tokens, section.cluster_token_file)
+        clients = {}
+        if section.client_tokens_file is not None:
+            clients = _of_key("client_tokens_file", read_client_tokens, section.client_tokens_file)
+        for name in (name for name, token in clients.items() if token in tokens):
+            raise ConfigError(f"security.client_tokens_file: {name!r} has the cluster's own token")
+        access = Access(tls, section.require_client_certificate, tokens, clients)
+        return ClusterSecurity(Credentials(tls, tokens[0]), access)
 
     def _group(self, role: str) -> WorkerGroup:
         if role == "prefill":
@@ -173,8 +214,59 @@ def _group_faults(group: WorkerGroup, block_size: int) -> Iterator[tuple[str, in
         yield "num_threads", group.num_threads, "1, or more with deterministic: false"
 
 
+def _security_faults(config: ClusterConfig) -> Iterator[tuple[str, str, str]]:
+    section = config.security
+    if section.require_client_certificate and section.tls is None:
+        yield "require_client_certificate", "true", "false without security.tls"
+    if section.client_tokens_file is not None and section.cluster_token_file is None:
+        yield "client_tokens_file", "set", "only with security.cluster_token_file, which the launcher itself needs"
+    if section.cluster_token_file is not None and section.tls is None:
+        for key, host in (("coordinator.host", config.coordinator.host), ("launcher.host", config.launcher.host)):
+            if not is_loopback_host(host):
+                yield "tls", "null", f"that only where all is on loopback, or others read the tokens; {key} is {host}"
+
+
+def _of_key(key: str, read: Callable[..., T], *files: str) -> T:
+    try:
+        return read(*files)
+    except ConfigError as error:
+        raise ConfigError(f"security.{key}: {error}") from error
+
+
+def _check_secrets(config: ClusterConfig, now: datetime.datetime) -> None:
+    """What is wrong with the files of the section `security`. A secret that others can read is warned of."""
+    security, section = config.read_security(), config.security
+    secret = [section.cluster_token_file, section.client_tokens_file]
+    if section.tls is not None:
+        tls, files = security.credentials.tls, section.tls
+        assert tls is not None
+        _of_key("tls", partial(check_pair, tls, now=now), files.ca_file, files.cert_file, files.key_file)
+        secret.append(files.key_file)
+    for file in secret:
+        if file is not None and is_open_to_others(file):
+            _LOG.warning(
+                "%s can be read or written by other users of this machine; it should be its owner's only", file
+            )
+
+
+def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
+    """Make relative paths absolute; what is no path is left for the schema to name."""
+    security = raw.get("security")
+    tls = security.get("tls") if isinstance(security, dict) else None
+    places: tuple[tuple[Any, tuple[str, ...]], ...] = (
+        (raw.get("model"), ("path",)),
+        (security, ("cluster_token_file", "client_tokens_file")),
+        (tls, ("ca_file", "cert_file", "key_file")),
+    )
+    for section, keys in places:
+        for key in keys if isinstance(section, dict) else ():
+            if isinstance(section.get(key), str) and section[key]:
+                section[key] = str((folder / Path(section[key]).expanduser()).resolve())
+
+
 def load_config(path: str | Path) -> ClusterConfig:
-    """Read and check a cluster YAML. Raises ConfigError; it does not open the checkpoint folder."""
+    """Read and check a cluster YAML and the files of its section `security`. Raises ConfigError; it does not open the
+    checkpoint folder."""
     file = Path(path)
     try:
         raw = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
@@ -187,14 +279,16 @@ def load_config(path: str | Path) -> ClusterConfig:
     if not isinstance(raw, dict):
         raise ConfigError(f"{file}: holds {raw!r}; allowed: a mapping with the keys {_keys(ClusterConfig)}")
     raw.setdefault("name", file.stem)
-    model = raw.get("model")
-    if isinstance(model, dict) and isinstance(model.get("path"), str) and model["path"]:
-        model["path"] = str((file.resolve().parent / Path(model["path"]).expanduser()).resolve())
+    _resolve_paths(raw, file.resolve().parent)
     try:
-        return ClusterConfig.model_validate(raw)
+        config = ClusterConfig.model_validate(raw)
+        _check_secrets(config, datetime.datetime.now(datetime.UTC))
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         raise ConfigError(f"{file}: {_fault_text(fault['loc'], fault)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    return config
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -234,11 +328,17 @@ def _section_of(loc: tuple[int | str, ...]) -> tuple[type[Section], str]:
     section: type[Section] = ClusterConfig
     for depth, part in enumerate(loc):
         field = section.model_fields.get(str(part))
-        inner = field.annotation if field is not None else None
+        inner = _without_null(field.annotation) if field is not None else None
         if depth + 1 == len(loc) or not (isinstance(inner, type) and issubclass(inner, Section)):
             return section, str(part)
         section = inner
     return section, ""
+
+
+def _without_null(annotation: Any) -> Any:
+    """X of `X | None`, else the annotation itself."""
+    kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
+    return kinds[0] if len(kinds) == 1 and typing.get_origin(annotation) is types.UnionType else annotation
 
 
 def _keys(section: type[Section]) -> str:

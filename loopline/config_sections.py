@@ -222,3 +222,28 @@ class LimitsConfig(Section):
 
     max_message_bytes: MessageBytes = 16 * 2**20
     """Largest gRPC message, both ways."""
+
+
+class TlsConfig(Section):
+    """Certificates of the cluster's processes."""
+
+    ca_file: Text
+    """PEM certificate of the authority that every process's certificate must be of."""
+    cert_file: Text
+    """PEM certificate of this process, for servers and clients, with the names at which it is reached."""
+    key_file: Text
+    """Its PEM private key, without a password."""
+
+
+class SecurityConfig(Section):
+    """Who may call whom, and what others on the network can read."""
+
+    tls: TlsConfig | None = None
+    """Files of TLS on every gRPC port, relative to the YAML file. Workers' ports ask for a certificate of the same
+    authority too. null: plain text."""
+    require_client_certificate: bool = False
+    """Whether the coordinator's port asks every caller, clients too, for a certificate of the authority."""
+    cluster_token_file: Text | None = None
+    """File with the token of those who may control the cluster, relative to the YAML file. null: everybody may."""
+    client_tokens_file: Text | None = None
+    """File with lines NAME: TOKEN of those who may ask for answers, relative to the YAML file. null: everybody may."""

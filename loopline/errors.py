@@ -14,6 +14,7 @@
      |   |- ConfigError                         a key of the cluster YAML; names file, key and what is allowed
      |   |- CheckpointError                     a checkpoint folder; names the file or tensor
      |   |   `- UnsupportedArchitecture         config.json names a model that is not served
+     |   |- AccessRefused                       a call lacks the token that it needs
      |   |- AddressInUse                        a port is taken; names it
      |   `- CoordinatorUnreachable              a worker cannot reach the coordinator at ADDRESS
      |- PeerError ............................... the other process, or the network between
@@ -88,6 +89,10 @@ class CheckpointError(OperatorError):
 
 class UnsupportedArchitecture(CheckpointError):
     """config.json names an architecture that is not served."""
+
+
+class AccessRefused(OperatorError):
+    """The caller must be given another token; the text says what was missing, not what was expected."""
 
 
 class AddressInUse(OperatorError):

@@ -4,6 +4,8 @@ pydantic; `loopline.config` validates a cluster YAML and makes these from it."""
 import random
 from dataclasses import dataclass
 
+from loopline.security import NO_SECURITY, ClusterSecurity
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerSettings:
@@ -160,5 +162,9 @@ class WorkerSettings:
     """Part of the arena's blocks: with more of them in quarantine for `quarantine_patience_s` the worker drains, ends
     and asks to be started again. 1: never."""
     quarantine_patience_s: float = 13.0
+    max_message_bytes: int = 16 * 2**20
+    """Of gRPC, both ways."""
+    security: ClusterSecurity = NO_SECURITY
+    """What it shows to others and asks of them."""
     faults: tuple[FaultSettings, ...] = ()
     """What it does wrong on purpose."""

@@ -60,7 +60,7 @@ async def _demo(console: Console, path: Path) -> None:
         faults: list[str] = []
         try:
             console.print(f"serving at {launcher.address}; {len(_REQUESTS)} requests at once:\n")
-            if not await unless(interrupts.first, _show(console, launcher.address, config, faults)):
+            if not await unless(interrupts.first, _show(console, launcher, config, faults)):
                 faults.append("interrupted")
         finally:
             await finish(launcher, interrupts)
@@ -79,8 +79,8 @@ def conclude(console: Console, faults: list[str], folder: Path) -> None:
     raise typer.Exit(1)
 
 
-async def _show(console: Console, address: str, config: ClusterConfig, faults: list[str]) -> None:
-    async with AsyncClient(address) as client:
+async def _show(console: Console, launcher: LocalLauncher, config: ClusterConfig, faults: list[str]) -> None:
+    async with AsyncClient(launcher.address, credentials=launcher.credentials) as client:
         answers = await asyncio.gather(
             *(_stream(console, client, number, options) for number, options in enumerate(_REQUESTS, start=1))
         )

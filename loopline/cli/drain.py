@@ -5,10 +5,11 @@ from typing import Annotated
 
 import typer
 
-from loopline.cli.options import Address, Timeout, Wait
+from loopline.cli.options import Address, Timeout, Wait, with_credentials
 from loopline.cli.waiting import has_gone, has_successor, is_settled, wait_for
 from loopline.client.operator import DrainOrdered, Operator
 from loopline.errors import OperatorError
+from loopline.security import Credentials
 
 Limit = Annotated[
     float | None,
@@ -22,25 +23,30 @@ Limit = Annotated[
 ]
 
 
+@with_credentials
 def drain(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name.", show_default=False)],
     *,
     address: Address,
+    credentials: Credentials,
     limit: Limit = None,
     wait: Wait = True,
     timeout: Timeout = 600.0,
 ) -> None:
     """Have one worker take nothing new, finish what it has and leave. Its launcher starts it again."""
-    with Operator(address) as operator:
+    with Operator(address, credentials=credentials) as operator:
         ordered = operator.drain(worker, limit_s=limit)
         _say(worker, ordered)
         if wait:
             _wait_drained(operator, worker, ordered, timeout)
 
 
-def rolling_restart(*, address: Address, limit: Limit = None, timeout: Timeout = 600.0) -> None:
+@with_credentials
+def rolling_restart(
+    *, address: Address, credentials: Credentials, limit: Limit = None, timeout: Timeout = 600.0
+) -> None:
     """Drain every worker of the launcher in turn, each once the one before it is ready again."""
-    with Operator(address) as operator:
+    with Operator(address, credentials=credentials) as operator:
         launcher = operator.status().launcher
         if launcher is None:
             raise OperatorError("no launcher is attached to this coordinator, so nobody would start workers again")

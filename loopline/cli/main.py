@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from loopline.cli import bench, check, demo, drain, generate, launch, run, scale, status, worker
+from loopline.cli import bench, certs, check, demo, drain, generate, launch, run, scale, status, worker
 from loopline.errors import LooplineError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("scale")(scale.scale)
 app.command("drain")(drain.drain)
 app.command("rolling-restart")(drain.rolling_restart)
 app.command("check")(check.check)
+app.command("certs")(certs.certs)
 app.command("worker")(worker.worker)
 app.add_typer(bench.app, name="bench")
 app.command("demo", hidden=True)(demo.demo)

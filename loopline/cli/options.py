@@ -1,16 +1,21 @@
-"""Options that commands share: the address, waiting, and those of a request."""
+"""Options that commands share: the address, waiting, credentials, and those of a request."""
 
 import functools
 import inspect
 import typing
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from loopline.config import load_config
 from loopline.intake import Chat, Prompt, RequestOptions
 from loopline.request import InitialState
+from loopline.security import Credentials, read_tokens
+
+TOKEN_FILE_VARIABLE = "LOOPLINE_TOKEN_FILE"
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="Cluster YAML.", show_default=False)]
 
@@ -42,23 +47,61 @@ Priority = Annotated[int, typer.Option("--priority", help="-10 to 10: of what wa
 
 def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of `request_options` in place of its parameter `options`."""
-    own, shared = inspect.signature(command), inspect.signature(request_options)
-    kept = [parameter for parameter in own.parameters.values() if parameter.name != "options"]
+    return _with_options_of(request_options, command, "options")
+
+
+def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of `shown_credentials` in place of its parameter `credentials`."""
+    return _with_options_of(shown_credentials, command, "credentials")
+
+
+def _with_options_of(make: Callable[..., Any], command: Callable[..., None], name: str) -> Callable[..., None]:
+    """The command with the options of `make`, whose result becomes its parameter of that name."""
+    own, shared = inspect.signature(command), inspect.signature(make)
+    kept = [parameter for parameter in own.parameters.values() if parameter.name != name]
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> None:
-        options = request_options(**{name: values.pop(name) for name in shared.parameters})
-        command(options=options, **values)
+        made = make(**{option: values.pop(option) for option in shared.parameters})
+        command(**{name: made}, **values)
 
     parameters = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in (*kept, *shared.parameters.values())
     ]
-    hints = {**typing.get_type_hints(request_options, include_extras=True)}
+    hints = {**typing.get_type_hints(make, include_extras=True)}
     hints.update(typing.get_type_hints(command, include_extras=True))
-    wrapper.__annotations__ = {name: hint for name, hint in hints.items() if name != "options"}
+    wrapper.__annotations__ = {option: hint for option, hint in hints.items() if option != name}
     wrapper.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     del wrapper.__wrapped__
     return wrapper
+
+
+def shown_credentials(
+    *,
+    token_file: Annotated[
+        Path | None,
+        typer.Option("--token-file", metavar="FILE", envvar=TOKEN_FILE_VARIABLE, help="File with the token to show."),
+    ] = None,
+    ca_file: Annotated[
+        Path | None, typer.Option("--ca-file", metavar="FILE", help="CA certificate of the coordinator; turns TLS on.")
+    ] = None,
+    cert_file: Annotated[
+        Path | None, typer.Option("--cert-file", metavar="FILE", help="Certificate to show, where one is asked for.")
+    ] = None,
+    key_file: Annotated[Path | None, typer.Option("--key-file", metavar="FILE", help="Its private key.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="CONFIG", help="Cluster YAML, whose section security has all of these."),
+    ] = None,
+) -> Credentials:
+    """What to show to the coordinator; a token file that is named goes before the one of `config`. Raises ConfigError
+    for a file that is wrong, typer.BadParameter for files beside a `config`."""
+    if config is None:
+        return Credentials.from_files(ca_file=ca_file, cert_file=cert_file, key_file=key_file, token_file=token_file)
+    if ca_file is not None or cert_file is not None or key_file is not None:
+        raise typer.BadParameter("give either --config or --ca-file, --cert-file and --key-file")
+    found = load_config(config).read_security().credentials
+    return found if token_file is None else replace(found, token=read_tokens(token_file)[0])
 
 
 def request_options(

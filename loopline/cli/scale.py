@@ -5,15 +5,17 @@ from typing import Annotated
 
 import typer
 
-from loopline.cli.options import Address, Timeout, Wait
+from loopline.cli.options import Address, Timeout, Wait, with_credentials
 from loopline.cli.waiting import is_settled, wait_for
-from loopline.client import ClusterStatus
+from loopline.client import ClusterStatus, Credentials
 from loopline.client.operator import Operator
 
 
+@with_credentials
 def scale(
     *,
     address: Address,
+    credentials: Credentials,
     prefill: Annotated[int | None, typer.Option(min=0, help="Prefill workers to keep.", show_default=False)] = None,
     decode: Annotated[int | None, typer.Option(min=0, help="Decode workers to keep.", show_default=False)] = None,
     wait: Wait = True,
@@ -22,7 +24,7 @@ def scale(
     """Start or drain workers until there are so many of each role."""
     if prefill is None and decode is None:
         raise typer.BadParameter("give --prefill, --decode or both")
-    with Operator(address) as operator:
+    with Operator(address, credentials=credentials) as operator:
         scaled = operator.scale(prefill=prefill, decode=decode)
         counts = (scaled.prefill, scaled.decode)
         sys.stdout.write(f"prefill: {scaled.prefill_before} -> {scaled.prefill}\n")

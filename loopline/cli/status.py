@@ -11,23 +11,25 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from loopline.cli.options import Address, Json
-from loopline.client import Client, ClusterStatus, WorkerInfo
+from loopline.cli.options import Address, Json, with_credentials
+from loopline.client import Client, ClusterStatus, Credentials, WorkerInfo
 from loopline.identity import BudgetCounts, Cause
 
 _FILE_WIDTH = 160  # of what is not a terminal
 
 
+@with_credentials
 def status(
     *,
     address: Address,
+    credentials: Credentials,
     as_json: Json = False,
     audit: Annotated[
         bool, typer.Option("--audit", help="Fail if a worker's block counts do not add up, and name it.")
     ] = False,
 ) -> None:
     """Show the workers, their blocks and their handoffs."""
-    with Client(address) as client:
+    with Client(address, credentials=credentials) as client:
         found = client.status()
     if as_json:
         sys.stdout.write(json.dumps(dataclasses.asdict(found)) + "\n")

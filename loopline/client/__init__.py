@@ -23,6 +23,7 @@ from loopline.client.records import (
     WorkerInfo,
 )
 from loopline.intake import Chat, RequestOptions
+from loopline.security import Credentials
 
 __all__ = [
     "Accepted",
@@ -32,6 +33,7 @@ __all__ = [
     "Client",
     "ClusterStatus",
     "Completion",
+    "Credentials",
     "Event",
     "Finished",
     "LinkInfo",

@@ -19,6 +19,7 @@ from loopline.client.records import ClusterStatus, Completion, Event, ModelInfo
 from loopline.client.resume import Answer
 from loopline.errors import CoordinatorUnreachable, DeadlineExceeded
 from loopline.intake import Chat, RequestOptions
+from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_blocking_channel
 
@@ -26,12 +27,15 @@ from loopline.wire.channel import open_blocking_channel
 class Client:
     """A blocking client; may be shared by threads. `address` is HOST:PORT of the coordinator."""
 
-    def __init__(self, address: str, *, resume: bool = True) -> None:
-        """`resume`: an answer that breaks because the coordinator goes away is asked for again, and goes on."""
+    def __init__(self, address: str, *, resume: bool = True, credentials: Credentials = NO_CREDENTIALS) -> None:
+        """`resume`: an answer that breaks because the coordinator goes away is asked for again, and goes on.
+
+        Raises ConfigError for a token that would be sent to another machine without TLS.
+        """
         self.address = address
         self._resume = resume
         self._is_known = False  # somebody has answered at the address
-        self._channel = open_blocking_channel(address)
+        self._channel = open_blocking_channel(address, credentials)
         self._stub: Any = loopline_pb2_grpc.LooplineStub(self._channel)  # type: ignore[no-untyped-call]
 
     def generate(

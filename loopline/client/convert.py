@@ -10,6 +10,7 @@ import grpc
 
 from loopline.client.records import Accepted, Chunk, Event, Finished, Token
 from loopline.errors import (
+    AccessRefused,
     CoordinatorUnreachable,
     DeadlineExceeded,
     InvalidRequest,
@@ -46,6 +47,8 @@ _ERRORS: Mapping[grpc.StatusCode, type[LooplineError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: RequestRefused,
+    grpc.StatusCode.UNAUTHENTICATED: AccessRefused,
+    grpc.StatusCode.PERMISSION_DENIED: AccessRefused,
 }
 _NAMED: Mapping[Any, type[LooplineError]] = {
     kind.__name__: kind

@@ -10,6 +10,7 @@ from loopline.client.blocking import Client
 from loopline.client.convert import CALL_TIMEOUT_S, error_of, record_of
 from loopline.client.records import ClusterStatus
 from loopline.errors import OperatorError
+from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire._generated.loopline.v1 import operations_pb2, operations_pb2_grpc
 from loopline.wire.channel import open_blocking_channel
 
@@ -38,10 +39,11 @@ class Operator:
     of Client.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, credentials: Credentials = NO_CREDENTIALS) -> None:
+        """Where the cluster has a token, `credentials` need it: a client's does not do."""
         self.address = address
-        self._client = Client(address)
-        self._channel = open_blocking_channel(address)
+        self._client = Client(address, credentials=credentials)
+        self._channel = open_blocking_channel(address, credentials)
         self._stub: Any = operations_pb2_grpc.OperationsStub(self._channel)  # type: ignore[no-untyped-call]
 
     def status(self) -> ClusterStatus:

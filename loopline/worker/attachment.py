@@ -13,17 +13,19 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from loopline.errors import CoordinatorUnreachable, OperatorError
+from loopline.errors import AccessRefused, CoordinatorUnreachable, OperatorError
 from loopline.messages import CoordinatorMessage, Heartbeat, Register, Rejected, Welcome, WorkerMessage
+from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
-from loopline.wire.channel import open_channel
+from loopline.wire.channel import DEFAULT_MAX_MESSAGE_BYTES, open_channel
 from loopline.worker.peer_calls import describe
 
 logger = logging.getLogger(__name__)
 _RETRY_FIRST_S = 0.2
 _RETRY_MOST_S = 0.5  # a coordinator that starts again should have its workers back at once
 _BEATS_PER_LEASE = 3
+_REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 
 Stream = grpc.aio.StreamStreamCall[Any, Any]
@@ -38,10 +40,20 @@ class _Finish:
 class Attachment:
     """Invariant: at most one stream at a time; nothing queued before a stream was welcomed is sent on it."""
 
-    def __init__(self, address: str, register: Callable[[], Register], heartbeat: Callable[[], Heartbeat]) -> None:
+    def __init__(
+        self,
+        address: str,
+        register: Callable[[], Register],
+        heartbeat: Callable[[], Heartbeat],
+        credentials: Credentials = NO_CREDENTIALS,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
         """`register` makes the first message of the worker's next life; both run on the event loop that this is made
-        on."""
+        on. `credentials` are shown to the coordinator."""
         self._address = address
+        self._credentials = credentials
+        self._max_message_bytes = max_message_bytes
+        self._last_failure = ""
         self._register = register
         self._heartbeat = heartbeat
         self._loop = asyncio.get_running_loop()
@@ -61,14 +73,14 @@ class Attachment:
     async def run(self, timeout_s: float, on_message: OnMessage, on_lost: Callable[[], None]) -> None:
         """Stay attached until cancelled, or until `finish` has ended the stream.
 
-        Raises CoordinatorUnreachable if the first attempt does not succeed within `timeout_s`, and OperatorError with
-        the coordinator's reason where it rejects this worker; for a reason that may pass by itself, only when that has
-        lasted for `timeout_s`.
+        Raises CoordinatorUnreachable if the first attempt does not succeed within `timeout_s`, AccessRefused at once
+        where the coordinator does not take this worker's token, and OperatorError with the coordinator's reason where
+        it rejects this worker; for a reason that may pass by itself, only when that has lasted for `timeout_s`.
         """
         silent_since_s: float | None = self._loop.time()  # None: it has been welcomed
         rejected_since_s: float | None = None
         delay_s = _RETRY_FIRST_S
-        async with open_channel(self._address) as channel:
+        async with open_channel(self._address, self._credentials, self._max_message_bytes) as channel:
             stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
             while not self._is_finishing:
                 answer = await self._attach_once(stub, on_message)
@@ -86,7 +98,7 @@ class Attachment:
                         raise OperatorError(f"the coordinator at {self._address} rejects this worker: {answer.reason}")
                 elif silent_since_s is not None and now_s - silent_since_s >= timeout_s:
                     raise CoordinatorUnreachable(
-                        f"no coordinator answers at {self._address} (tried for {timeout_s:g} s)"
+                        f"no coordinator answers at {self._address} (tried for {timeout_s:g} s){self._last_failure}"
                     )
                 await asyncio.sleep(delay_s)  # a pause between attempts, not scheduling
                 delay_s = min(delay_s * 2, _RETRY_MOST_S)
@@ -117,6 +129,12 @@ class Attachment:
                 await self._keep(call, answer.lease_s / _BEATS_PER_LEASE, epoch, on_message)
             return answer
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, ValueError) as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() in _REFUSALS:
+                raise AccessRefused(
+                    f"the coordinator at {self._address} refuses this worker: {error.details()}; "
+                    "security.cluster_token_file must have the same token for both"
+                ) from error
+            self._last_failure = f"; {describe(error)}"
             logger.info("no stream to %s: %s", self._address, describe(error))
             return None
         finally:

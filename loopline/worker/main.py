@@ -55,7 +55,7 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     config = load_config(parsed.config)
     configure_logging(name, config.telemetry.log_format, config.telemetry.log_level)
     settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=parsed.host)
-    settings = replace(settings, uuid=parsed.uuid)
+    settings = replace(settings, uuid=parsed.uuid, security=config.read_security())
     if parsed.metrics_port is not None:
         settings = replace(settings, metrics_port=parsed.metrics_port)
     if parsed.without_faults:

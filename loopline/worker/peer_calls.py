@@ -12,8 +12,9 @@ import grpc.aio
 
 from loopline.errors import PeerLost
 from loopline.identity import Peer, WorkerId
+from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
-from loopline.wire.channel import open_channel
+from loopline.wire.channel import DEFAULT_MAX_MESSAGE_BYTES, open_channel
 
 logger = logging.getLogger(__name__)
 _MAX_GONE = 1024
@@ -28,8 +29,16 @@ class PeerCalls:
     Invariant: a worker that was dropped gets no channel again.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        credentials: Credentials = NO_CREDENTIALS,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    ) -> None:
+        """`credentials` are shown to every peer."""
         self._loop = loop
+        self._credentials = credentials
+        self._max_message_bytes = max_message_bytes
         self._channels: dict[str, grpc.aio.Channel] = {}  # by worker uuid: an address may get another owner
         self._gone: OrderedDict[str, None] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -40,7 +49,7 @@ class PeerCalls:
         if uuid in self._gone:
             raise PeerLost(f"{peer.name} is gone")
         if uuid not in self._channels:
-            self._channels[uuid] = open_channel(peer.address)
+            self._channels[uuid] = open_channel(peer.address, self._credentials, self._max_message_bytes)
         return cluster_pb2_grpc.PeeringStub(self._channels[uuid])  # type: ignore[no-untyped-call]
 
     def start(self, call: Coroutine[Any, Any, None]) -> None:

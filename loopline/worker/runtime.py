@@ -11,7 +11,7 @@ import queue
 import sys
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc.aio
@@ -31,7 +31,7 @@ from loopline.sched.policy import RolePolicy
 from loopline.settings import TransferSettings, WorkerSettings
 from loopline.telemetry.traces import Tracing, open_tracing
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
-from loopline.wire.channel import bind, join_address, server_options
+from loopline.wire.channel import bind, join_address, make_server
 from loopline.wire.convert import decode_push_notice, encode_push_notice
 from loopline.worker.attachment import Attachment
 from loopline.worker.engine_thread import EngineListener, EngineThread, Inbox, LoadBoard, WorkerCore
@@ -110,8 +110,9 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
     if life_fd is not None:
         watch_life_pipe(loop, life_fd, orders.stop)
     tracing = open_tracing(settings.otlp_endpoint, settings.cluster, settings.role, settings.name)
-    server = grpc.aio.server(options=server_options())
-    port = bind(server, settings.host, settings.port)  # before the model loads: a clash shows at once
+    access = replace(settings.security.access, require_client_certificate=True)  # only this cluster's workers call here
+    server = make_server(access, settings.max_message_bytes)
+    port = bind(server, settings.host, settings.port, access)  # before the model loads: a clash shows at once
     identity = Identity(settings.name, join_address(settings.host, port), settings.uuid)
     faults = WorkerFaults(settings.name, settings.faults, MonotonicClock()) if settings.faults else None
     loading = asyncio.create_task(asyncio.to_thread(_load, settings, policy, identity.agent_name, faults))
@@ -228,7 +229,8 @@ class _Worker:
         self._board = LoadBoard()
         self._settled = asyncio.Event()
         self._engine_failed: asyncio.Future[None] = self._loop.create_future()
-        self._calls = PeerCalls(self._loop)
+        credentials, max_message_bytes = settings.security.credentials, settings.max_message_bytes
+        self._calls = PeerCalls(self._loop, credentials, max_message_bytes)
         engine, clock = loaded.engine, MonotonicClock()
         role, transfer = Role(settings.role), loaded.transfer
         observer = Observer(settings, engine, transfer, self._board.read, tracing)
@@ -238,7 +240,11 @@ class _Worker:
             return Register(me, role, pid, loaded.fingerprint, engine.capacity, observer.metrics_address)
 
         self._attachment = Attachment(
-            settings.coordinator, register, lambda: self._board.beat(orders.is_draining, clock.now_s())
+            settings.coordinator,
+            register,
+            lambda: self._board.beat(orders.is_draining, clock.now_s()),
+            credentials,
+            max_message_bytes,
         )
         send = self._attachment.send
         context = WorkerContext(
