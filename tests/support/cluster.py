@@ -15,6 +15,7 @@ import psutil
 import yaml
 
 from loopline.client import Client, WorkerInfo
+from loopline.security import NO_CREDENTIALS, Credentials
 
 ROOT = Path(__file__).parents[2]
 LOOPLINE = Path(sys.executable).with_name("loopline")
@@ -54,11 +55,13 @@ def write_config(path: Path, model: Path, **groups: dict[str, object]) -> Path:
 class Cluster:
     """A running cluster."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: str, run_dir: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], address: str, run_dir: Path, credentials: Credentials = NO_CREDENTIALS
+    ) -> None:
         self.process = process
         self.address = address
         self.run_dir = run_dir
-        self.client = Client(address)
+        self.client = Client(address, credentials=credentials)
 
     def workers(self) -> dict[str, WorkerInfo]:
         return {worker.name: worker for worker in self.client.status().workers}
@@ -86,7 +89,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def launched(config: Path, folder: Path) -> Iterator[Cluster]:
+def launched(config: Path, folder: Path, credentials: Credentials = NO_CREDENTIALS) -> Iterator[Cluster]:
     """`loopline launch` until it serves; ends it with one SIGTERM and checks that no process is left."""
     ready = folder / "ready.json"
     command = [str(LOOPLINE), "launch", str(config), "--ready-file", str(ready)]
@@ -97,7 +100,7 @@ def launched(config: Path, folder: Path) -> Iterator[Cluster]:
     try:
         wait_until(lambda: ready.is_file() or process.poll() is not None, "the cluster serves", READY_S)
         assert process.poll() is None, (folder / "launch.log").read_text()
-        cluster = Cluster(process, json.loads(ready.read_text())["address"], folder / "run")
+        cluster = Cluster(process, json.loads(ready.read_text())["address"], folder / "run", credentials)
         children = cluster.descendants()
         yield cluster
         cluster.client.close()

@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 
-from loopline.errors import CoordinatorUnreachable, OperatorError
+from loopline.errors import AccessRefused, CoordinatorUnreachable, OperatorError
 from loopline.identity import BlockCounts, Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad
 from loopline.messages import (
     CoordinatorMessage,
@@ -282,5 +283,19 @@ def test_nobody_there_is_named() -> None:
         await bench.coordinator.server.stop(0)
         with pytest.raises(CoordinatorUnreachable, match=bench.coordinator.address):
             await bench.run(timeout_s=0.1)
+
+    with_bench(test)
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED])
+def test_a_refused_token_ends_the_worker_at_once(code: grpc.StatusCode) -> None:
+    async def test(bench: Bench) -> None:
+        async def refuse(context: Any, worker: AsyncIterator[WorkerMessage]) -> None:
+            await context.abort(code, "a token is missing")
+
+        bench.coordinator.script += [refuse]
+        with pytest.raises(AccessRefused, match=r"a token is missing; security\.cluster_token_file must have"):
+            await bench.run()
+        assert len(bench.coordinator.registered) == 1
 
     with_bench(test)

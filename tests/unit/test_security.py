@@ -1,0 +1,178 @@
+"""The files of the section `security`: what is wrong with one is said with its name and never with its secret."""
+
+import logging
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from loopline.certificates import CA_KEY_FILE, CERT_FILE, CLIENT_TOKEN_FILE, CLIENT_TOKENS_FILE, KEY_FILE
+from loopline.cli.main import app
+from loopline.cli.options import TOKEN_FILE_VARIABLE, shown_credentials
+from loopline.config import load_config
+from loopline.errors import ConfigError
+from loopline.security import NO_SECURITY, Credentials, read_client_tokens, read_tokens
+from tests.support.secrets import SecretSet
+
+TOKEN, OTHER = "t" * 32, "u" * 43
+RUNNER = CliRunner()
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o600)
+    return path
+
+
+def config_of(folder: Path, security: dict[str, Any], **sections: Any) -> Path:
+    return write(folder / "c.yaml", yaml.safe_dump({"model": {"path": "m"}, "security": security, **sections}))
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> SecretSet:
+    return SecretSet(tmp_path / "set")
+
+
+def test_nothing_is_asked_where_nothing_is_said(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path / "c.yaml", "model: {path: m}")).read_security() == NO_SECURITY
+
+
+def test_a_whole_section_is_read_from_paths_beside_the_file(tmp_path: Path, secrets: SecretSet) -> None:
+    section = yaml.safe_load(yaml.safe_dump(secrets.section()).replace(f"{tmp_path}/", ""))
+    found = load_config(config_of(tmp_path, section)).read_security()
+    assert found.credentials == Credentials(secrets.tls, secrets.cluster_token)
+    assert found.access.client_tokens == {"client": secrets.client_token}
+    assert found.access.cluster_tokens == (secrets.cluster_token,)
+    assert not found.access.require_client_certificate
+
+
+def test_the_first_token_is_shown_and_each_is_taken(tmp_path: Path) -> None:
+    write(tmp_path / "token", f"# ours\n\n{TOKEN}\n{OTHER}  \n")
+    found = load_config(config_of(tmp_path, {"cluster_token_file": "token"})).read_security()
+    assert found.credentials.token == TOKEN
+    assert found.access.cluster_tokens == (TOKEN, OTHER)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "holds no token"),
+        (TOKEN[:-1], "line 1: the token has 31 characters; allowed: at least 32"),
+        (f"{TOKEN}\n{'v' * 16} {'v' * 16}", "line 2: the token has other characters"),
+        (f"{TOKEN}\x7f", "line 1: the token has other characters"),
+        (f"{TOKEN}\u00e4", "is not ASCII"),
+    ],
+)
+def test_a_bad_token_is_not_repeated(tmp_path: Path, text: str, words: str) -> None:
+    file = write(tmp_path / "token", text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_tokens(file)
+    assert str(file) in str(caught.value) and "ttt" not in str(caught.value) and "vvv" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("# nobody", "names no client"),
+        (TOKEN, "line 1 is not NAME: TOKEN"),
+        (f": {TOKEN}", "line 1 is not NAME: TOKEN"),
+        (f"kim: {TOKEN[:5]}", "line 1: the token has 5 characters"),
+        (f"kim: {TOKEN}\nkim: {OTHER}", "line 2: the name 'kim' is there twice"),
+        (f"kim: {TOKEN}\nlee: {TOKEN}", "line 2: 'lee' has another client's token"),
+    ],
+)
+def test_a_bad_clients_file_names_the_line(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_client_tokens(write(tmp_path / "clients", text))
+    assert "ttt" not in str(caught.value)
+
+
+def test_several_clients_have_names(tmp_path: Path) -> None:
+    assert read_client_tokens(write(tmp_path / "c", f"kim: {TOKEN}\n# \nlee:{OTHER}")) == {"kim": TOKEN, "lee": OTHER}
+
+
+def fault(tmp_path: Path, security: dict[str, Any], **sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(config_of(tmp_path, security, **sections))
+    return str(caught.value)
+
+
+def test_keys_that_need_each_other(tmp_path: Path, secrets: SecretSet) -> None:
+    token = {"cluster_token_file": str(write(tmp_path / "token", TOKEN))}
+    assert "security.require_client_certificate is true" in fault(tmp_path, {"require_client_certificate": True})
+    assert "security.client_tokens_file is set; allowed" in fault(tmp_path, {"client_tokens_file": "x"})
+    for section in ("coordinator", "launcher"):
+        said = fault(tmp_path, token, **{section: {"host": "10.0.0.5"}})
+        assert "security.tls is null" in said and f"{section}.host is 10.0.0.5" in said
+    assert "security.tls.key_file is missing" in fault(tmp_path, {"tls": {"ca_file": "a", "cert_file": "b"}})
+    assert "security.tls.x: no such key; allowed: ca_file, cert_file, key_file" in fault(
+        tmp_path, {"tls": {"ca_file": "a", "cert_file": "b", "key_file": "c", "x": 1}}
+    )
+    tls_and_token = {"tls": secrets.section()["tls"], **token}
+    load_config(config_of(tmp_path, tls_and_token, coordinator={"host": "10.0.0.5"}))
+
+
+def test_a_file_that_is_wrong_is_named(tmp_path: Path, secrets: SecretSet) -> None:
+    said = fault(tmp_path, {"cluster_token_file": "gone"})
+    assert f"security.cluster_token_file: {tmp_path / 'gone'}: no such file" in said
+    section = secrets.section()
+    section["client_tokens_file"] = str(write(tmp_path / "clients", f"kim: {secrets.cluster_token}"))
+    said = fault(tmp_path, section)
+    assert "'kim' has the cluster's own token" in said and secrets.cluster_token not in said
+
+
+def test_a_certificate_of_no_use_is_said_at_start(tmp_path: Path, secrets: SecretSet) -> None:
+    old = SecretSet(tmp_path / "old", days=2, age_days=9)
+    assert "ca.pem: the certificate expired on 20" in fault(tmp_path, {"tls": old.section()["tls"]})
+    early = SecretSet(tmp_path / "early", days=2, age_days=-9)
+    assert "the certificate is valid only from 20" in fault(tmp_path, {"tls": early.section()["tls"]})
+    tls: Any = secrets.section()["tls"]
+    assert "is not the key of the certificate in" in fault(tmp_path, {"tls": {**tls, "key_file": old.path(KEY_FILE)}})
+    no_key = {**tls, "key_file": old.path(CERT_FILE)}
+    assert "allowed: a PEM file" in fault(tmp_path, {"tls": no_key})
+    broken = write(tmp_path / "broken", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    assert "broken: is not a PEM certificate" in fault(tmp_path, {"tls": {**tls, "cert_file": str(broken)}})
+
+
+def test_a_secret_that_others_can_read_is_warned_of(
+    tmp_path: Path, secrets: SecretSet, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = config_of(tmp_path, secrets.section())
+    with caplog.at_level(logging.WARNING):
+        load_config(path)
+        assert caplog.messages == []
+        Path(secrets.path(KEY_FILE)).chmod(0o640)
+        load_config(path)
+    assert [secrets.path(KEY_FILE) in message for message in caplog.messages] == [True]
+
+
+def test_a_development_set_is_private_and_never_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    made = RUNNER.invoke(app, ["certs", str(folder), "--host", "10.1.2.3", "--days", "3"])
+    assert made.exit_code == 0, made.output
+    for name in (CA_KEY_FILE, KEY_FILE, CLIENT_TOKEN_FILE, CLIENT_TOKENS_FILE):
+        assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
+    (tmp_path / "c.yaml").write_text(f"model: {{path: m}}\n{made.stdout}", encoding="utf-8")
+    assert load_config(tmp_path / "c.yaml").read_security().access.client_tokens
+    before = (folder / KEY_FILE).read_bytes()
+    again = RUNNER.invoke(app, ["certs", str(folder)])
+    assert again.exit_code != 0 and "is there already" in str(again.exception)
+    assert (folder / KEY_FILE).read_bytes() == before
+
+
+def test_a_commands_credentials_come_from_files_or_a_configuration(tmp_path: Path, secrets: SecretSet) -> None:
+    config, token = config_of(tmp_path, secrets.section()), Path(secrets.path(CLIENT_TOKEN_FILE))
+    assert shown_credentials() == Credentials()
+    assert shown_credentials(config=config) == Credentials(secrets.tls, secrets.cluster_token)
+    assert shown_credentials(config=config, token_file=token) == Credentials(secrets.tls, secrets.client_token)
+    assert shown_credentials(token_file=token).token == secrets.client_token
+    with pytest.raises(ConfigError, match="are needed together"):
+        shown_credentials(cert_file=token)
+    arguments = ["status", "--address", "192.0.2.1:5"]
+    refused = RUNNER.invoke(app, arguments, env={TOKEN_FILE_VARIABLE: str(token)})
+    assert "no token is sent to 192.0.2.1:5 without TLS" in str(refused.exception)
+    both = RUNNER.invoke(app, [*arguments, "--config", str(config), "--ca-file", str(config)])
+    assert both.exit_code == 2
