@@ -38,8 +38,8 @@ def test_nothing_is_unpickled(module: str) -> None:
 
 
 def test_no_call_unpickles_by_another_name() -> None:
-    """`torch.load` unpickles unless told otherwise, numpy does with `allow_pickle`, and `multiprocessing` with all that it
-    sends between processes."""
+    """`torch.load` unpickles unless told otherwise, numpy does with `allow_pickle`, and `multiprocessing` with all that
+    it sends between processes."""
     names = {"torch.load", "torch.package", "read_pickle", "send_object_list", "broadcast_object_list"}
     found = []
     for path in sources():
