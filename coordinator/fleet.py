@@ -9,7 +9,7 @@ import logging
 from dataclasses import replace
 
 from loopline.errors import OperatorError
-from loopline.messages import LauncherReport, Wanted, WorkerCounts
+from loopline.launcher_messages import LauncherReport, Wanted, WorkerCounts
 
 _LOG = logging.getLogger(__name__)
 MOST_WORKERS = 1000  # of a role: more is a slip of the finger

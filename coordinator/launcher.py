@@ -26,7 +26,7 @@ from coordinator.snapshot import host_of
 from loopline.config import load_config
 from loopline.errors import LooplineError, OperatorError, PeerLost
 from loopline.identity import Role, WorkerState
-from loopline.messages import LauncherReport, WorkerCounts
+from loopline.launcher_messages import LauncherReport, WorkerCounts
 from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_channel

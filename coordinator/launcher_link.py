@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from coordinator.duplex import own_faults, until_one_ends
-from loopline.messages import LauncherReport, Wanted, WorkerCounts
+from loopline.launcher_messages import LauncherReport, Wanted, WorkerCounts
 from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc

@@ -10,7 +10,7 @@ from statistics import fmean
 from coordinator.room import has_decode_room
 from coordinator.snapshot import Backlog, ClusterSnapshot, WorkerView
 from loopline.identity import Role, WorkerState
-from loopline.messages import LauncherReport, WorkerCounts
+from loopline.launcher_messages import LauncherReport, WorkerCounts
 from loopline.request import Request
 
 COOL_DOWN = 4  # times the patience: from one move to the next

@@ -20,7 +20,8 @@ from loopline.errors import (
     RequestTooLarge,
     WorkerLost,
 )
-from loopline.messages import LauncherReport, TokenRow
+from loopline.launcher_messages import LauncherReport
+from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import loopline_pb2

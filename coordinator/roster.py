@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from loopline.identity import Role
-from loopline.messages import KeptWorker, WorkerCounts
+from loopline.launcher_messages import KeptWorker, WorkerCounts
 
 
 @dataclass(frozen=True)

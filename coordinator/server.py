@@ -139,7 +139,9 @@ async def serve(options: ServerOptions) -> None:
     intake = build_intake(config, spec, load_text(config.model.path))
     drain_limit_s = config.membership.drain_limit_s
     access = config.read_security().access
-    server = build_server(dispatcher, fleet, intake, card, config.limits.max_message_bytes, drain_limit_s, access=access)
+    server = build_server(
+        dispatcher, fleet, intake, card, config.limits.max_message_bytes, drain_limit_s, access=access
+    )
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

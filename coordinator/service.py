@@ -30,7 +30,8 @@ from coordinator.render import (
 from coordinator.streams import Finish, Tokens, WorkerStream
 from loopline.errors import LooplineError, NotRead, OperatorError, Overloaded
 from loopline.identity import WorkerId
-from loopline.messages import LauncherReport, Register, Rejected
+from loopline.launcher_messages import LauncherReport
+from loopline.messages import Register, Rejected
 from loopline.request import Route, Timing, Usage
 from loopline.telemetry.logs import about
 from loopline.telemetry.traces import TRACEPARENT

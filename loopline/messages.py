@@ -1,4 +1,4 @@
-"""Every message between the processes of a cluster, as frozen records. No I/O, no protobuf here.
+"""Every message between coordinator and workers, and between workers, as frozen records. No I/O, no protobuf here.
 
 `docs/protocol.md` has the table of who sends what to whom, and why repeating each is safe; `loopline.wire.convert`
 turns them into protobuf and back.
@@ -294,50 +294,6 @@ CoordinatorMessage = (
     | Drain
     | ReportPrefixes
 )
-
-
-# ---- launcher <-> coordinator ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WorkerCounts:
-    """A number of workers of each role."""
-
-    prefill: int
-    decode: int
-
-    def of(self, role: Role) -> int:
-        return self.prefill if role is Role.PREFILL else self.decode
-
-
-@dataclass(frozen=True)
-class KeptWorker:
-    """A worker that a launcher started. `leaving`: it was told to leave, and is not started again."""
-
-    name: str
-    role: Role
-    leaving: bool
-
-
-@dataclass(frozen=True)
-class LauncherReport:
-    """What a launcher keeps: a state, sent first and whenever it changed."""
-
-    launcher: str  # a uuid, fresh at every start of a launcher
-    host: str  # that its workers listen on
-    restarts: bool  # whether a worker that ended is started again
-    wanted: WorkerCounts
-    revision: int  # of the last Wanted of this stream that it took, 0: of none
-    workers: tuple[KeptWorker, ...]
-    ended: tuple[str, ...] = ()  # uuids of the processes that it reaped, the latest ones
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """To a launcher: keep so many. A state: the last one holds. `revision` grows from 1 within a stream."""
-
-    counts: WorkerCounts
-    revision: int
 
 
 # ---- prefill <-> decode ----------------------------------------------------------------------------------------------

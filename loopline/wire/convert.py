@@ -1,4 +1,4 @@
-"""Records of `loopline.messages` <-> protobuf, both ways, for the traffic inside a cluster.
+"""Records of `loopline.messages` and `launcher_messages` <-> protobuf, both ways, for the traffic inside a cluster.
 
 Each record and its proto message have the same fields by name (tests/contract checks it), so one converter per record
 class is compiled from the two descriptions at first use and kept. Special cases are data at the head of this file.

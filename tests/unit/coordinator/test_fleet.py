@@ -6,7 +6,7 @@ import pytest
 from coordinator.fleet import Fleet, LauncherStream
 from loopline.errors import OperatorError
 from loopline.identity import Role
-from loopline.messages import KeptWorker, LauncherReport, Wanted, WorkerCounts
+from loopline.launcher_messages import KeptWorker, LauncherReport, Wanted, WorkerCounts
 
 TWO = WorkerCounts(2, 2)
 KEPT = (KeptWorker("decode-0", Role.DECODE, False), KeptWorker("decode-1", Role.DECODE, True))

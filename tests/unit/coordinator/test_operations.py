@@ -10,7 +10,8 @@ from coordinator.launcher_link import stay_attached
 from coordinator.roster import Roster
 from loopline.client.operator import Operator
 from loopline.errors import OperatorError
-from loopline.messages import Cancel, Drain, LauncherReport, Pair, WorkerCounts
+from loopline.launcher_messages import LauncherReport, WorkerCounts
+from loopline.messages import Cancel, Drain, Pair
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2
 from loopline.wire.channel import open_channel
 from tests.unit.coordinator.builders import heartbeat

@@ -13,7 +13,8 @@ from coordinator.rebalance import COOL_DOWN, Hold, Move, RebalancePolicy, Sample
 from coordinator.registry import Registry
 from coordinator.snapshot import Backlog
 from loopline.identity import Role, WorkerId
-from loopline.messages import KeptWorker, LauncherReport, PairReady, Register, WorkerCounts
+from loopline.launcher_messages import KeptWorker, LauncherReport, WorkerCounts
+from loopline.messages import PairReady, Register
 from tests.unit.coordinator.builders import OTHER_FINGERPRINT, assigned, heartbeat, register, request
 
 PATIENCE_S = 10.0

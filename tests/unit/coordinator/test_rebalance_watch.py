@@ -6,7 +6,7 @@ import pytest
 
 from coordinator.rebalance_watch import RebalanceWatch
 from loopline.clock import MonotonicClock
-from loopline.messages import WorkerCounts
+from loopline.launcher_messages import WorkerCounts
 from tests.unit.coordinator.cluster import ScriptedCluster, until
 from tests.unit.coordinator.test_operations import NameKeeper, attached
 from tests.unit.coordinator.test_service import Answer, message, run

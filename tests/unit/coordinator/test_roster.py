@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from coordinator.roster import Roster
 from loopline.identity import Role
-from loopline.messages import KeptWorker, WorkerCounts
+from loopline.launcher_messages import KeptWorker, WorkerCounts
 
 COUNTS = st.builds(WorkerCounts, st.integers(0, 4), st.integers(0, 4))
 
