@@ -229,23 +229,11 @@ class _Worker:
         self._board = LoadBoard()
         self._settled = asyncio.Event()
         self._engine_failed: asyncio.Future[None] = self._loop.create_future()
-        credentials, max_message_bytes = settings.security.credentials, settings.max_message_bytes
-        self._calls = PeerCalls(self._loop, credentials, max_message_bytes)
+        self._calls = PeerCalls(self._loop, settings.security.credentials, settings.max_message_bytes)
         engine, clock = loaded.engine, MonotonicClock()
         role, transfer = Role(settings.role), loaded.transfer
         observer = Observer(settings, engine, transfer, self._board.read, tracing)
-
-        def register() -> Register:
-            me, pid = identity.begin_life(), os.getpid()
-            return Register(me, role, pid, loaded.fingerprint, engine.capacity, observer.metrics_address)
-
-        self._attachment = Attachment(
-            settings.coordinator,
-            register,
-            lambda: self._board.beat(orders.is_draining, clock.now_s()),
-            credentials,
-            max_message_bytes,
-        )
+        self._attachment = self._attach(identity, loaded, observer, clock)
         send = self._attachment.send
         context = WorkerContext(
             engine=engine,
@@ -276,6 +264,21 @@ class _Worker:
         core = observer.core(core)
         self._engine_thread = EngineThread(engine, core, loaded.inbox, self._board, listener, clock)
         self._take = self._on_message if faults is None else faults.messages(self._on_message)
+
+    def _attach(self, identity: Identity, loaded: _Loaded, observer: Observer, clock: Clock) -> Attachment:
+        settings, role = self._settings, Role(self._settings.role)
+
+        def register() -> Register:
+            me, pid = identity.begin_life(), os.getpid()
+            return Register(me, role, pid, loaded.fingerprint, loaded.engine.capacity, observer.metrics_address)
+
+        return Attachment(
+            settings.coordinator,
+            register,
+            lambda: self._board.beat(self._orders.is_draining, clock.now_s()),
+            settings.security.credentials,
+            settings.max_message_bytes,
+        )
 
     async def run(self) -> None:
         """Serve until an order to leave was carried out. Raises what ended the worker otherwise."""

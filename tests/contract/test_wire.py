@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loopline import messages
+from loopline import launcher_messages, messages
 from loopline.identity import Capacity, HandoffKey, WorkerId
 from loopline.messages import PushNotice, PushRange
 from loopline.request import InitialState, Request, SamplingParams, TokenLogprobs
@@ -24,8 +24,8 @@ PEER_MESSAGES = (
     messages.CommitAnswer,
     messages.CloseHandoff,
     messages.HandoffClosed,
-    messages.LauncherReport,
-    messages.Wanted,
+    launcher_messages.LauncherReport,
+    launcher_messages.Wanted,
 )
 
 

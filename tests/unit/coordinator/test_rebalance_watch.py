@@ -7,6 +7,7 @@ import pytest
 from coordinator.rebalance_watch import RebalanceWatch
 from loopline.clock import MonotonicClock
 from loopline.launcher_messages import WorkerCounts
+from loopline.telemetry.metrics import registry_of
 from tests.unit.coordinator.cluster import ScriptedCluster, until
 from tests.unit.coordinator.test_operations import NameKeeper, attached
 from tests.unit.coordinator.test_service import Answer, message, run
@@ -33,7 +34,7 @@ def test_a_prefill_worker_with_nothing_to_do_becomes_a_decode_worker(caplog: pyt
             for answer in answers:
                 await answer.whole()
                 assert answer.failure is None
-        value = cluster.dispatcher.metrics.registry.get_sample_value
+        value = registry_of(cluster.dispatcher.metrics.collect).get_sample_value
         assert value("loopline_rebalances_total", {"to": "decode"}) == 1
         assert value("loopline_rebalances_total", {"to": "prefill"}) == 0
 
