@@ -22,7 +22,7 @@ MODEL = Path(__file__).parents[3] / "configs" / "models" / "tiny-ouro"
 @pytest.fixture(scope="module")
 def report() -> Any:
     bench = OverloadBench(
-        model=MODEL, seconds=2.0, times=(1.0, 20.0), queue=2, slots=2, step_s=0.02, max_tokens=4, readers=3, pause_s=1.0
+        model=MODEL, seconds=2.0, times=(1.0, 20.0), queue=2, slots=2, step_s=0.02, max_tokens=4, readers=2, pause_s=1.0
     )
     said: list[str] = []
     report = asyncio.run(measure(bench, "a command", said.append))
