@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from coordinator.clients import Clients
-from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Outcome, Requeue, Send
+from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Freed, Outcome, Requeue, Send
 from coordinator.leases import LeaseTimer
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.placing import Placer
@@ -233,6 +233,7 @@ class Dispatcher:
         self._carry_out(commands)
         left = self._registry.has_left(worker)
         self._carry_out(self._tracker.on_worker_lost(worker, name, left=left))
+        self._wake.set()
 
     def drain_worker(self, name: str, limit_s: float) -> WorkerId:
         """Have a worker finish within the limit and leave. Raises OperatorError where no such worker lives."""
@@ -267,7 +268,8 @@ class Dispatcher:
                 self.ignored[Cause.DUPLICATE] += 1
             case _:
                 self._on_request_message(worker, message)
-        self._wake.set()
+        if not isinstance(message, StepTokens):
+            self._wake.set()
 
     def _on_request_message(
         self,
@@ -309,7 +311,7 @@ class Dispatcher:
     # ---- effects ----------------------------------------------------------------------------------------------------
 
     def _carry_out(self, effects: Iterable[Effect]) -> None:
-        """Carry effects out in order, with those that they cause."""
+        """Carry effects out in order, with those that they cause. Placing is woken by those that may make room."""
         left = deque(effects)
         while left:
             effect = left.popleft()
@@ -322,16 +324,17 @@ class Dispatcher:
                     self.metrics.token(request_id)
                     left.extend(self._deliver(request_id, row))
                 case AttemptFailed(request_id, cause, detail):
-                    self._router.failed(effect, self._clock.now_s())
+                    self._router.failed(effect, self._clock.now_s(), self._registry.name)
                     _LOG.warning("an attempt failed: %s", detail, extra=about(request_id))
                     self.metrics.attempt_failed(cause)
                     self._traces.failed(request_id, cause)
+                case Freed():
+                    self._wake.set()
                 case Requeue(request_id):
                     self._put_back(request_id)
                     self._traces.requeued(request_id)
                 case End(request_id, outcome):
                     self._end(request_id, outcome)
-        self._wake.set()
 
     def _deliver(self, request_id: str, row: TokenRow) -> list[Effect]:
         match self._clients[request_id].push(row):
@@ -350,6 +353,7 @@ class Dispatcher:
             text, route = "%s after %d tokens; prefilled by %s, decoded by %s", outcome.route
             numbers = outcome.ending, outcome.usage.completion_tokens
             _LOG.info(text, *numbers, route.prefill or "nobody", route.decode or "nobody", extra=about(request_id))
+        self._wake.set()
         self._queue.remove(request_id, self._clock.now_s())
         self._placer.ended(request_id)
         self._clients.end(request_id, outcome)
@@ -369,6 +373,7 @@ class Dispatcher:
 
     def _put_back(self, request_id: str) -> None:
         self._queue.put_back(request_id, self._tracker.order(request_id), self._clock.now_s())
+        self._wake.set()
 
     # ---- placing ----------------------------------------------------------------------------------------------------
 

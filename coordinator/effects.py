@@ -75,7 +75,12 @@ class Requeue:
     request_id: str
 
 
-Effect = Send | Deliver | AttemptFailed | End | Requeue
+@dataclass(frozen=True)
+class Freed:
+    """A request is in nobody's way any more: what found no room may find it now."""
+
+
+Effect = Send | Deliver | AttemptFailed | End | Requeue | Freed
 
 
 @dataclass(frozen=True)

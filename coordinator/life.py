@@ -155,8 +155,9 @@ class Life:
         return None if self.key in books.keys else "does not know the request"
 
     def fault(self, cause: Cause, worker: WorkerId | None) -> tuple[WorkerId, ...]:
-        """Whose fault a failure is that `worker` told of, or is the reason of: its own, the link's, or nobody's."""
-        if worker is None or self.decode is None:
+        """Whose fault a failure is that `worker` told of, or is the reason of: its own, the link's, or nobody's. What
+        fails at one worker after the other is the request's own."""
+        if worker is None or self.decode is None or (cause is Cause.INTERNAL and self.fruitless_attempts):
             return ()
         if cause in _WORKER_FAULTS:
             return (worker,)

@@ -70,14 +70,14 @@ class Placer:
         return self._tracker.num_uncached(request_id) < self._local_prefill_below_tokens
 
     def _reserve_decode_workers(self, placing: Round, limits: Limits) -> None:
-        """In the queue's order. A request that finds no room holds back those behind it; a recovered one that must stay
-        in its pairing group, or away from another suspect, does not. So whatever the queue's length, tried are those
-        that were on workers before, those that are placed now, and one more."""
+        """In the queue's order. A request that finds no room holds back those behind it; one that must stay away from
+        another suspect does not, nor one that must stay in its pairing group while there are others. So whatever the
+        queue's length, tried are those that were on workers before, those that are placed now, and one more."""
         for request_id in self._queue:
             request = self._tracker.request(request_id)
-            is_bound = self._tracker.has_delivered(request_id) or bool(request.generated_ids)
-            group = self._groups.get(request_id) if is_bound else None
-            if not is_bound and self._end_if_too_large(request, limits):
+            has_delivered = self._tracker.has_delivered(request_id)
+            group = self._groups.get(request_id) if has_delivered or request.generated_ids else None
+            if not has_delivered and self._end_if_too_large(request, limits):
                 continue
             is_suspect = self._tracker.is_suspect(request_id)
             decode = placing.choose_decode(request, group, is_suspect=is_suspect)
@@ -86,7 +86,9 @@ class Placer:
                 self._groups[request_id] = decode.group
                 self._carry_out(self._tracker.reserve(request_id, decode.peer))
                 placing.placed(request, {}, self._tracker.assignment(request_id))
-            elif group is None and not (is_suspect and placing.has_suspects):
+            elif is_suspect and placing.has_suspects:
+                continue
+            elif group is None or not placing.has_other_groups(group):
                 return
 
     def _end_if_too_large(self, request: Request, limits: Limits) -> bool:

@@ -5,12 +5,12 @@ A policy prefers, and nothing else: it sees workers that may get the request, an
 the same answer. None waits for a worker without room: what is first in line goes to any that has some.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Protocol
 
-from coordinator.room import Candidates, WorkerRoom, least_work
+from coordinator.room import Candidates, WorkerRoom
 from loopline.identity import WorkerId
 from loopline.request import Request
 
@@ -45,10 +45,10 @@ class LeastWork:
     needs_prefixes = False
 
     def choose_decode(self, request: Request, candidates: Candidates, hints: Hints) -> WorkerRoom | None:
-        return least_work(candidates)
+        return _least_work(candidates)
 
     def choose_prefill(self, request: Request, candidates: Candidates, hints: Hints) -> WorkerRoom | None:
-        return least_work(candidates)
+        return _least_work(candidates)
 
 
 class PowerOfTwo:
@@ -73,7 +73,7 @@ class PowerOfTwo:
                 drawn.append(room)
             if len(drawn) == 2:
                 break
-        return least_work(drawn or candidates)
+        return _least_work(drawn or candidates)
 
 
 class PrefixAware:
@@ -114,7 +114,7 @@ class SessionAffinity:
 
     def _choose(self, candidates: Candidates, hints: Hints) -> WorkerRoom | None:
         last = None if hints.session_worker is None else candidates.find(hints.session_worker)
-        return last or least_work(candidates)
+        return last or _least_work(candidates)
 
 
 def make_policy(name: str, load_weight: float = 1.0) -> Policy:
@@ -127,3 +127,8 @@ def make_policy(name: str, load_weight: float = 1.0) -> Policy:
         "session_affinity": SessionAffinity,
     }
     return plain[name]()
+
+
+def _least_work(candidates: Iterable[WorkerRoom]) -> WorkerRoom | None:
+    """The fewest token-loops; ties go to the fewest requests, then to the name."""
+    return min(candidates, key=lambda room: (room.token_loops, room.num_requests, room.name), default=None)

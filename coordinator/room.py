@@ -9,7 +9,7 @@ others with it again and again until all of them have had their attempts. Who is
 worker that is ready does the same, with room or without; a worker whose links are all avoided counts as avoided.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.effects import Assigned
@@ -153,6 +153,11 @@ class Room:
     def has_suspects(self) -> bool:
         """Whether a worker has been given a suspect."""
         return any(room.num_suspects for room in self._by_worker.values())
+
+    def has_other_groups(self, group: Fingerprint) -> bool:
+        """Whether there are decode workers that compute something else."""
+        number = self._group(group)
+        return any(room.group != number for room in self._decode)
 
     def for_decode(self, request: Request, group: Fingerprint | None, is_suspect: bool) -> Candidates:
         """Decode workers that may be asked for blocks. `group`: only workers that compute the same."""
@@ -309,8 +314,3 @@ class Room:
         if not requests or len(prefill.view.ready_pairs) < 2:
             return True
         return held + needed <= self._snapshot.peer_share * prefill.usable_blocks
-
-
-def least_work(candidates: Iterable[WorkerRoom]) -> WorkerRoom | None:
-    """The fewest token-loops; ties go to the fewest requests, then to the name."""
-    return min(candidates, key=lambda room: (room.token_loops, room.num_requests, room.name), default=None)

@@ -5,7 +5,7 @@ decides on one snapshot, and takes up what was given since. One event loop, no I
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.avoidance import Avoidance
@@ -49,11 +49,11 @@ class Router:
         """What a worker says of its prefix cache; after a gap it is asked for all of it."""
         return [Send(worker, ReportPrefixes())] if self.prefixes.take(worker, report, now_s) else []
 
-    def failed(self, failed: AttemptFailed, now_s: float) -> None:
-        """Go past whoever is to blame, for a while."""
+    def failed(self, failed: AttemptFailed, now_s: float, name: Callable[[WorkerId], str]) -> None:
+        """Go past whoever is to blame, for a while. `name`: of a worker, for the log."""
         hold_s = self.avoidance.failed(failed.fault, now_s) if failed.fault else None
         if hold_s is not None:
-            names = " -> ".join(f"{worker.uuid}/{worker.epoch}" for worker in failed.fault)
+            names = " -> ".join(name(worker) for worker in failed.fault)
             what = "link" if len(failed.fault) > 1 else "worker"
             _LOG.warning("%s %s is avoided for %g s: %s", what, names, hold_s, failed.detail)
 
@@ -77,6 +77,10 @@ class Round:
     def has_suspects(self) -> bool:
         """Whether a worker has been given a suspect."""
         return self._room.has_suspects
+
+    def has_other_groups(self, group: Fingerprint) -> bool:
+        """Whether there are decode workers that compute something else."""
+        return self._room.has_other_groups(group)
 
     def choose_decode(
         self, request: Request, group: Fingerprint | None = None, *, is_suspect: bool = False

@@ -72,8 +72,7 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
         try:
             clock = asyncio.get_running_loop()
             arrived_s, call_s = clock.time(), context.time_remaining()
-            with self._dispatcher.place():
-                submission = await asyncio.to_thread(self._intake.resolve, message)  # tokenizing takes its time
+            submission = await self._read(message)
             request, deadline_s = submission.request, submission.deadline_s
             left_s = arrived_s + (deadline_s if call_s is None else min(deadline_s, call_s)) - clock.time()
             if submission.whole is not None:
@@ -105,6 +104,21 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             with contextlib.suppress(TimeoutError):  # the status comes behind what was not taken
                 async with asyncio.timeout(self._most_write_s):
                     await context.abort(status, str(failure), metadata)
+
+    async def _read(self, message: Any) -> Submission:
+        """In a thread, which goes on to its end if the client leaves: until then the request has its place."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._dispatcher.place())
+            reading = asyncio.ensure_future(asyncio.to_thread(self._intake.resolve, message))
+            held = stack.pop_all()
+
+        def give_back(done: "asyncio.Future[Submission]") -> None:
+            held.close()
+            if not done.cancelled():
+                done.exception()  # whoever waits has it; nobody may wait any more
+
+        reading.add_done_callback(give_back)
+        return await asyncio.shield(reading)
 
     async def _end_whole(self, submission: Submission, context: Context) -> None:
         """The client has all tokens and missed the end, of a coordinator that went away: say it again."""

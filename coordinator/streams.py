@@ -13,6 +13,9 @@ from loopline.messages import CoordinatorMessage, TokenRow
 from loopline.request import FinishReason
 from loopline.text import TextStream
 
+_MOST_ROWS = 256
+"""In one event: what was kept for a client that read late must not pass the limit on messages."""
+
 
 class WorkerStream:
     """Commands for one worker, in order. What it was given bounds them; one that stops reading loses its lease."""
@@ -116,8 +119,8 @@ class ClientStream:
             self._changed.clear()
             await self._changed.wait()
         if self._rows:
-            event = Tokens(tuple(self._rows), "".join(self._text))
-            self._rows, self._text = [], []
+            event = Tokens(tuple(self._rows[:_MOST_ROWS]), "".join(self._text[:_MOST_ROWS]))
+            del self._rows[:_MOST_ROWS], self._text[:_MOST_ROWS]
             return event
         assert self._outcome is not None  # the loop above ended by it
         return Finish(self._outcome, None if self._decoder is None else self._decoder.finish())

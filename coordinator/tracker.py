@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Requeue, Send
+from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Freed, Requeue, Send
 from coordinator.life import LOCAL, Books, Life, Move, State
 from coordinator.lives import Lives
 from loopline.clock import Clock
@@ -220,8 +220,10 @@ class Tracker:
             elif life.state not in _WITH_TOKENS or not life.is_decode(worker) or row.attempt != life.request.attempt:
                 self._ignore(Cause.STALE)
             else:  # whatever the row says, this worker runs the request: the handoff is complete
+                hindered = life.prefill_running or life.is_suspect
                 life.handoff_open = life.prefill_running = False
                 effects += self._take_row(life, worker, row)
+                effects += [Freed()] if hindered and not life.is_suspect else []
         return effects
 
     def on_request_failed(self, worker: WorkerId, message: RequestFailed) -> list[Effect]:
@@ -350,7 +352,8 @@ class Tracker:
         is_free = cause in _FREE_REFUSALS
         fault = () if is_loss else life.fault(cause, culprit or worker)
         failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail, fault)]
-        if not is_free and life.delivered_in_attempt <= (_FROM_PREFILL if is_loss else 0):
+        no_progress = _FROM_PREFILL if is_loss or cause is Cause.INTERNAL else 0
+        if not is_free and life.delivered_in_attempt <= no_progress:
             life.fruitless_attempts += 1
             life.is_suspect = life.is_suspect or is_loss
         if life.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:

@@ -70,7 +70,7 @@ class CoordinatorConfig(Section):
     """Port to listen on; 0: any free one."""
     queue_limit: Count = 1024
     """Most requests that wait; past it a request is refused with a retry hint."""
-    unread_tokens: Count = 4096
+    unread_tokens: Annotated[int, Field(ge=64)] = 4096
     """Most tokens of an answer that are kept for a client that does not read; past it the request is ended."""
     default_deadline_s: Seconds = 120.0
     """Deadline of a request that brought none."""

@@ -27,7 +27,7 @@ _LOOK_AHEAD = 16
 
 class Admission:
     """Invariants: a tick looks at a bounded number of requests, and at none while nothing has changed since the last
-    one; digests of a request are computed once, however often it is tried."""
+    one; digests of a request that waits here are computed once, however often it is tried."""
 
     def __init__(
         self, ledger: Ledger, settings: SchedulerSettings, policy: RolePolicy, prefix_parts: tuple[str, ...] | None

@@ -6,10 +6,12 @@ enters or leaves a part of its way, never for a token. The packages behind it ar
 """
 
 import importlib
+import logging
 from typing import Protocol
 
 from loopline.errors import ConfigError
 
+_LOG = logging.getLogger(__name__)
 TRACEPARENT = "traceparent"
 """Of a call's metadata: the context that the client's trace goes on in."""
 Value = str | int | float | bool
@@ -52,5 +54,43 @@ def open_tracing(endpoint: str | None, cluster: str, kind: str, process: str) ->
             f"telemetry.otlp_endpoint is {endpoint!r}, and traces need packages that are not here ({error}); "
             "pip install 'loopline[otel]', or leave the key out"
         ) from error
-    made: Tracing = otlp.OtlpTracing(endpoint, cluster, kind, process)
-    return made
+    return _Guarded(otlp.OtlpTracing(endpoint, cluster, kind, process))
+
+
+class _Guarded:
+    """Tracing whose failures are a line in the log: no request is worth less for a span."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        self._tracing = tracing
+
+    def start(self, name: str, parent: str, **attributes: Value) -> Span:
+        try:
+            return _GuardedSpan(self._tracing.start(name, parent, **attributes))
+        except Exception:
+            _LOG.exception("a span %s could not begin", name)
+            return _NoSpan()
+
+    def close(self) -> None:
+        try:
+            self._tracing.close()
+        except Exception:
+            _LOG.exception("spans could not be sent")
+
+
+class _GuardedSpan:
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self.traceparent = span.traceparent
+
+    def end(self, error: str = "", **attributes: Value) -> None:
+        try:
+            self._span.end(error, **attributes)
+        except Exception:
+            _LOG.exception("a span could not end")
+
+
+class _NoSpan:
+    traceparent = ""
+
+    def end(self, error: str = "", **attributes: Value) -> None:
+        pass

@@ -185,7 +185,7 @@ class EngineThread:
                 return False
             timeout = None
             if isinstance(event, ReportPrefixes):
-                self._prefixes.ask()
+                self._guard(self._prefixes.ask)
                 continue
             if isinstance(event, CoordinatorLost):
                 self._prefixes.stop()
@@ -202,7 +202,7 @@ class EngineThread:
         before, was_drained = self._board.read(), self._board.is_drained
         after = self._measure(busy)
         self._board.publish(after, self._core.is_draining, self._handled_at_s)
-        self._prefixes.maybe_report(self._clock.now_s(), busy)
+        self._guard(lambda: self._prefixes.maybe_report(self._clock.now_s(), busy))
         if self._listener.on_measured is not None:
             self._listener.on_measured(after)
         changed = was_drained != self._board.is_drained or _outline(before) != _outline(after)

@@ -307,9 +307,10 @@ def test_a_refusing_worker_is_skipped_until_its_heartbeat() -> None:
     run(script)
 
 
-def test_what_was_taken_before_workers_joined_meets_their_arena() -> None:
+@pytest.mark.parametrize("delivered", [[], [97]], ids=["new", "goes on"])
+def test_what_was_taken_before_workers_joined_meets_their_arena(delivered: list[int]) -> None:
     async def script(cluster: ScriptedCluster) -> None:
-        answer = Answer(cluster, message(max_tokens=100))
+        answer = Answer(cluster, message(max_tokens=100, delivered_token_ids=delivered))
         await until(lambda: cluster.dispatcher.num_queued == 1, "it waits")
         cluster.attach("prefill-0")
         cluster.attach("decode-0", total_blocks=4)

@@ -37,6 +37,20 @@ def test_a_slow_reader_finds_everything_in_one_event() -> None:
     asyncio.run(main())
 
 
+def test_much_that_was_kept_comes_in_several_events() -> None:
+    async def main() -> None:
+        stream = ClientStream(TextStream(LETTERS), 600)
+        for position in range(600):
+            stream.push(row("r1", position, ord("a")))
+        stream.end(outcome())
+        events = [await stream.next_event() for _ in range(3)]
+        assert [len(event.rows) for event in events if isinstance(event, Tokens)] == [256, 256, 88]
+        assert "".join(event.text for event in events if isinstance(event, Tokens)) == "a" * 600
+        assert isinstance(await stream.next_event(), Finish)
+
+    asyncio.run(main())
+
+
 def test_a_character_in_pieces_waits_for_its_last_byte() -> None:
     async def main() -> None:
         stream = ClientStream(TextStream(LETTERS), 9)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Requeue, Send
+from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Freed, Requeue, Send
 from coordinator.life import TABLE, Move, State
 from coordinator.tracker import MAX_FRUITLESS_ATTEMPTS, Tracker
 from loopline.errors import IllegalTransition
@@ -93,6 +93,7 @@ def test_the_decode_workers_copy_of_the_first_token_may_come_first() -> None:
     first = row("r1", 5, 50)
     assert bench.tracker.on_step_tokens(D.worker, step(first, row("r1", 6, 51))) == [
         Deliver("r1", first),
+        Freed(),
         Deliver("r1", row("r1", 6, 51)),
     ]
     assert bench.tracker.on_prefilled(P.worker, prefilled(first)) == []
