@@ -24,7 +24,7 @@ from coordinator.service import MOST_WRITE_S, ClusterServicer, LooplineServicer,
 from loopline.clock import Clock, MonotonicClock
 from loopline.config import ClusterConfig, load_config
 from loopline.model_spec import ModelSpec, load_model_spec
-from loopline.process import on_terminate, watch_life_pipe, write_json_by_rename
+from loopline.process import on_terminate, settle_heap, watch_life_pipe, write_json_by_rename
 from loopline.request import InitialState, Limits, SamplingParams
 from loopline.security import OPEN_ACCESS, Access, is_loopback_host
 from loopline.telemetry.logs import configure_logging
@@ -157,6 +157,7 @@ async def serve(options: ServerOptions) -> None:
         rebalance.start()
     stop = _watch_for_stop(options.life_fd)
     await server.start()
+    settle_heap()
     if options.listen_file is not None:
         listening = {"address": address, "pid": os.getpid(), "epoch": dispatcher.epoch}
         write_json_by_rename(options.listen_file, listening)

@@ -3,6 +3,7 @@ gone.
 """
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -36,6 +37,13 @@ def on_terminate(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> N
     """Call on SIGTERM and on SIGINT."""
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, call)
+
+
+def settle_heap() -> None:
+    """To be called when a process has started up: what it has made so far stays, and the garbage collector need not walk
+    it again and again, which stops every thread for some 70 ms."""
+    gc.collect()
+    gc.freeze()
 
 
 def leave(status: int) -> NoReturn:

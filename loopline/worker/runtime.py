@@ -26,7 +26,7 @@ from loopline.engine.engine import Engine
 from loopline.errors import LooplineError, OperatorError, TransferError
 from loopline.identity import Fingerprint, Peer, Role, WorkerId, WorkerLoad
 from loopline.messages import CoordinatorMessage, Drain, PeerGone, Register, WorkerMessage
-from loopline.process import leave, on_terminate, watch_life_pipe
+from loopline.process import leave, on_terminate, settle_heap, watch_life_pipe
 from loopline.sched.policy import RolePolicy
 from loopline.settings import TransferSettings, WorkerSettings
 from loopline.telemetry.traces import Tracing, open_tracing
@@ -285,6 +285,7 @@ class _Worker:
         add = cluster_pb2_grpc.add_PeeringServicer_to_server
         add(self._parts.servicer, self._server)  # type: ignore[no-untyped-call]
         await self._server.start()
+        settle_heap()
         self._engine_thread.start()
         try:
             await self._until_ended()
