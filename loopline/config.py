@@ -115,6 +115,7 @@ class ClusterConfig(Section):
             dtype=self.model.dtype,
             load_format=self.model.load_format,
             prefill=self.model.prefill,
+            exit_gate=self.model.exit_gate,
             cuda_graphs=group.cuda_graphs,
             max_loops=self.model.max_loops,
             block_size=self.kv.block_size,

@@ -49,6 +49,8 @@ class ModelConfig(Section):
     auto: packed, if it agrees with per_row on fixed prompts at start."""
     initial_state: Literal["noise", "zeros"] = "noise"
     """Huginn's state before the first loop where a request names none."""
+    exit_gate: bool = False
+    """Evaluate the exit gate with every token (Ouro), so that requests may ask for exit_probabilities."""
 
 
 class KVConfig(Section):

@@ -53,6 +53,8 @@ class RequestOptions:
     ignore_eos: bool = False
     """The model's own stop ids do not end the answer."""
     logprobs: int | None = None
+    exit_probabilities: bool = False
+    """Report how likely the exit gate held each loop to be the last (Ouro)."""
     loops: int | None = None
     initial_state: InitialState | None = None
     delivered_token_ids: tuple[int, ...] = ()
@@ -70,10 +72,13 @@ def resolve_request(
     codec: "TextCodec | None",
     max_loops: int,
     initial_state: InitialState = InitialState.NOISE,
+    exit_gate: bool = False,
 ) -> Request:
-    """The request that workers get. `max_loops` bounds the default depth, `initial_state` is the server's default.
+    """The request that workers get. `max_loops` bounds the default depth, `initial_state` is the server's default,
+    `exit_gate`: whether engines evaluate it.
 
-    Raises NoTokenizer where text is in the options and `codec` is None, InvalidRequest where text cannot be encoded,
+    Raises NoTokenizer where text is in the options and `codec` is None, InvalidRequest where text cannot be encoded and
+    where exit probabilities are asked for that nobody computes,
     RequestTooLarge for a prompt past the model's context, before it is encoded if it is far past. Encoding takes its
     time: not for an event loop's thread.
     """
@@ -84,6 +89,8 @@ def resolve_request(
         raise NoTokenizer("stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids")
     if len(options.session) > MAX_SESSION_CHARS:
         raise InvalidRequest(f"session has {len(options.session)} characters; allowed: at most {MAX_SESSION_CHARS}")
+    if options.exit_probabilities:
+        check_exit_gate(spec, exit_gate)
     own_stop_ids = () if options.ignore_eos else spec.stop_ids
     params = SamplingParams(
         max_tokens=options.max_tokens,
@@ -100,6 +107,7 @@ def resolve_request(
         stop=options.stop,
         stop_ids=tuple(sorted({*own_stop_ids, *options.stop_token_ids})),
         logprobs=options.logprobs,
+        exit_probabilities=options.exit_probabilities,
         loops=min(spec.default_loops, max_loops) if options.loops is None else options.loops,
         initial_state=options.initial_state or initial_state,
     )
@@ -110,6 +118,16 @@ def resolve_request(
         generated_ids=options.delivered_token_ids,
         session=options.session,
     )
+
+
+def check_exit_gate(spec: ModelSpec, is_on: bool) -> None:
+    """Raise InvalidRequest unless exit probabilities can be asked for."""
+    if not spec.has_exit_gate:
+        raise InvalidRequest(
+            f"exit_probabilities is true, and a model of the family {spec.family.value} has none; allowed: false"
+        )
+    if not is_on:
+        raise InvalidRequest("exit_probabilities is true, and the setting model.exit_gate is off; allowed: false")
 
 
 def check_deadline_s(deadline_s: float) -> None:

@@ -137,6 +137,7 @@ class TokenRow:
     depth: int
     finish: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
+    exit_probabilities: tuple[float, ...] = ()  # one a loop; empty: not asked for
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,11 @@ class ModelSpec:
         return self.num_prelude + self.num_recurrent + self.num_coda
 
     @property
+    def has_exit_gate(self) -> bool:
+        """Whether checkpoints have a gate that says after each loop how likely it is to be the last."""
+        return self.family is Family.OURO
+
+    @property
     def initial_state_std(self) -> float:
         """Standard deviation of Huginn's initial state, times sqrt(width), before the cut at three deviations."""
         return math.sqrt(2.0 / 5.0)

@@ -67,6 +67,8 @@ class SamplingParams:
     """Token ids that end the answer (the model's own unless `ignore_eos`, plus the request's); never part of it."""
     logprobs: int | None = None
     """None: none. n: the chosen token's log probability and the n most likely tokens'."""
+    exit_probabilities: bool = False
+    """Report with each token how likely the exit gate held each loop to be the last. Changes no token."""
     loops: int = 1
     """Depth: loops that every token of this request runs."""
     initial_state: InitialState = InitialState.NOISE
@@ -151,6 +153,14 @@ class TokenLogprobs:
 
     chosen: float
     top: tuple[TokenLogprob, ...] = ()  # most likely first
+
+
+@dataclass(frozen=True)
+class TokenExtras:
+    """What a request may ask to be told of each token."""
+
+    logprobs: TokenLogprobs | None = None
+    exit_probabilities: tuple[float, ...] = ()  # one a loop that it ran, their sum is 1; empty: not asked for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,8 @@ class EngineSettings:
     prefill: str = "auto"
     """How prompts are computed on CUDA. packed: all tokens of a step in one pass; per_row: each token as a decode row;
     auto: packed, if it agrees with per_row on fixed prompts at start."""
+    exit_gate: bool = False
+    """Evaluate the exit gate with every token, for requests that ask for its probabilities (Ouro)."""
     cuda_graphs: bool = True
     """Replay decode and prompt steps as CUDA graphs. Off: the same steps, kernel by kernel."""
     prefix_cache: str = "auto"

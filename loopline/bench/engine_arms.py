@@ -226,7 +226,7 @@ def _chosen(tokens: Tensor | None) -> Tensor:
 
 def _eagerly(point: DecodePoint, forward: Forward) -> Step:
     inputs = point.inputs(forward)
-    return lambda: _chosen(compute(forward, inputs, point.previous, point.depth, chooses=True)[1])
+    return lambda: _chosen(compute(forward, inputs, point.previous, point.depth, chooses=True).chosen)
 
 
 def _as_one_graph(point: DecodePoint, forward: Forward) -> Step:

@@ -27,6 +27,7 @@ from loopline.kv.arena import Arena, allocate_arena
 from loopline.kv.layout import KVLayout
 from loopline.kv.ledger import Ledger
 from loopline.model import LoopedModel
+from loopline.model.layers import ExitGate
 from loopline.request import SamplingParams
 from loopline.sched.plan import RowRun
 from loopline.settings import EngineSettings
@@ -77,7 +78,7 @@ def build_parts(
 ) -> DeviceParts:
     """The forward pass over an arena, and the loops that run its decode rows and its prompts."""
     max_rows, layout = settings.scheduler.max_running, arena.layout
-    forward = Forward(model, arena, PlaneTable(layout.num_planes, model.device), states)
+    forward = Forward(model, arena, PlaneTable(layout.num_planes, model.device), states, _exit_gate(settings, model))
     previous = torch.zeros(max_rows, dtype=torch.int64, device=model.device)
     eager = EagerPacked(forward, ledger, pinned_copier(model.device))
     if model.device.type != "cuda":
@@ -119,6 +120,18 @@ def build_runner(settings: EngineSettings, parts: DeviceParts, ledger: Ledger) -
         parts.forward.model.dtype,
     )
     return trial if mode == "packed" else runner(mode)
+
+
+def _exit_gate(settings: EngineSettings, model: LoopedModel) -> ExitGate | None:
+    """The gate, where it is to be evaluated. Raises ConfigError for a model that has none."""
+    if not settings.exit_gate:
+        return None
+    if model.exit_gate is None:
+        raise ConfigError(
+            f"model.exit_gate is on, and a checkpoint of the family {model.spec.family.value} has no exit gate; "
+            "allowed: off"
+        )
+    return model.exit_gate
 
 
 def _usual_depth(forward: Forward) -> int:
@@ -177,7 +190,7 @@ def _run_largest(parts: DeviceParts, layout: KVLayout, num_tokens: int) -> None:
             torch.zeros((1, layout.blocks_for(num_tokens)), dtype=torch.int64, device=device),
         ),
     )
-    parts.forward.hidden(rows, 1)
+    parts.forward.run(rows, 1)
 
 
 def _prompts_that_fit(forward: Forward, ledger: Ledger) -> tuple[tuple[int, ...], ...]:

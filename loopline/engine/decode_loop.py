@@ -36,11 +36,21 @@ class DecodeInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeOutput:
-    """What came of the rows, on the device; written over by the next run."""
+class RowOutput:
+    """What came of D rows, on the device; a decode loop's is written over by its next run."""
 
     logits: Tensor  # [D, V] float32
-    chosen: Tensor | None  # [D] int64 by temperature and seed alone; None: nobody chose yet
+    chosen: Tensor | None = None  # [D] int64 by temperature and seed alone; None: nobody chose yet
+    gates: Tensor | None = None  # [D, T] float32 logits of the exit gate after each loop; None: not evaluated
+
+    def rows(self, start: int, end: int) -> "RowOutput":
+        """Rows [start, end), which are views."""
+        chosen = None if self.chosen is None else self.chosen[start:end]
+        return RowOutput(self.logits[start:end], chosen, None if self.gates is None else self.gates[start:end])
+
+    def kept(self) -> "RowOutput":
+        """A copy that no run writes over; of the tokens there is none."""
+        return RowOutput(self.logits.clone(), None, None if self.gates is None else self.gates.clone())
 
 
 class DecodeLoop(Protocol):
@@ -51,15 +61,13 @@ class DecodeLoop(Protocol):
         """Most rows of one run."""
         ...
 
-    def run(self, columns: DecodeColumns, depth: int, previous: Tensor) -> DecodeOutput:
+    def run(self, columns: DecodeColumns, depth: int, previous: Tensor) -> RowOutput:
         """Submit D rows. `previous`: the tokens that the step before chose, of which rows may be a continuation."""
         ...
 
 
-def compute(
-    forward: Forward, inputs: DecodeInputs, previous: Tensor, depth: int, *, chooses: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Logits [N, V] float32 and, if it `chooses`, token ids [N]."""
+def compute(forward: Forward, inputs: DecodeInputs, previous: Tensor, depth: int, *, chooses: bool) -> RowOutput:
+    """What comes of all N rows; their tokens only if it `chooses`."""
     positions = inputs.positions.clamp(min=0)
     carried = previous.index_select(0, inputs.sources.clamp(min=0))
     token_ids = torch.where(inputs.sources == KNOWN, inputs.token_ids, carried).clamp(
@@ -73,11 +81,13 @@ def compute(
         zeros=inputs.zeros.bool(),
         plan=DecodePlan(inputs.positions, inputs.block_tables),
     )
-    logits = forward.model.head(forward.hidden(rows, depth))
+    passed = forward.run(rows, depth)
+    logits = forward.model.head(passed.hidden)
     if not chooses:
-        return logits, None
+        return RowOutput(logits, None, passed.gates)
     temperature = inputs.temperature.float()
-    return logits, forward.model.ops.choose_tokens(logits, temperature, inputs.seeds, positions + 1)
+    chosen = forward.model.ops.choose_tokens(logits, temperature, inputs.seeds, positions + 1)
+    return RowOutput(logits, chosen, passed.gates)
 
 
 class EagerDecode:
@@ -87,7 +97,7 @@ class EagerDecode:
         self._forward = forward
         self.max_rows = max_rows + -max_rows % ROW_TILE
 
-    def run(self, columns: DecodeColumns, depth: int, previous: Tensor) -> DecodeOutput:
+    def run(self, columns: DecodeColumns, depth: int, previous: Tensor) -> RowOutput:
         """See `DecodeLoop`."""
         count = len(columns)
         num_rows = count + -count % ROW_TILE
@@ -96,8 +106,7 @@ class EagerDecode:
         fill_columns(flat, columns, arena.null_block * arena.layout.block_size)
         tables = np.pad(columns.tables, ((0, num_rows - count), (0, 0)), mode="edge")
         inputs = inputs_of(torch.from_numpy(flat), torch.from_numpy(tables))
-        logits, _ = compute(self._forward, inputs, previous, depth, chooses=False)
-        return DecodeOutput(logits[:count], None)
+        return compute(self._forward, inputs, previous, depth, chooses=False).rows(0, count)
 
 
 NUM_COLUMNS = 7

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.ops import AttentionPlan
 from loopline.kv.arena import Arena
 from loopline.model import LoopedModel
+from loopline.model.layers import ExitGate
 from loopline.model.noise import initial_state
 
 
@@ -81,6 +82,14 @@ class PagedAttention:
 
 
 @dataclass(frozen=True, eq=False)
+class Passed:
+    """What a pass through T loops leaves of every row."""
+
+    hidden: Tensor  # [N, E] what the head reads
+    gates: Tensor | None  # [N, T] float32 logits of the exit gate after each loop; None: not evaluated
+
+
+@dataclass(frozen=True, eq=False)
 class Forward:
     """A model over an arena."""
 
@@ -88,16 +97,20 @@ class Forward:
     arena: Arena
     planes: PlaneTable
     states: StateSource | None = None
+    exit_gate: ExitGate | None = None  # evaluated after each loop of every row
 
-    def hidden(self, rows: Rows, depth: int) -> Tensor:
-        """What the head reads of every row [N, E], after `depth` loops; the rows' KV lands in the arena."""
-        model = self.model
+    def run(self, rows: Rows, depth: int) -> Passed:
+        """Take rows through `depth` loops; their KV lands in the arena."""
+        model, gate = self.model, self.exit_gate
+        gates: list[Tensor] = []
         attention = PagedAttention(model, self.arena, self.planes, rows)
         embedded = model.prelude(rows.token_ids, attention)
         state = model.first_state(embedded, self._noise(rows, embedded))
         for loop in range(depth):
             state = model.core_step(loop, state, embedded, attention)
-        return model.coda(state, attention)
+            if gate is not None:
+                gates.append(gate.logits(state))
+        return Passed(model.coda(state, attention), torch.stack(gates, dim=1) if gates else None)
 
     def _noise(self, rows: Rows, like: Tensor) -> Tensor | None:
         if not self.model.uses_initial_state:

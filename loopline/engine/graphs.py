@@ -20,7 +20,7 @@ from loopline.engine.decode_loop import (
     NO_POSITION,
     NUM_COLUMNS,
     DecodeInputs,
-    DecodeOutput,
+    RowOutput,
     compute,
     fill_columns,
     inputs_of,
@@ -41,8 +41,7 @@ def buckets_up_to(max_rows: int) -> tuple[int, ...]:
 @dataclass(frozen=True, eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    logits: Tensor  # [N, V] float32
-    chosen: Tensor  # [N] int64
+    output: RowOutput  # of N rows, with their tokens
 
 
 class GraphDecode:
@@ -65,7 +64,7 @@ class GraphDecode:
         self._graphs: dict[tuple[int, int], _Captured] = {}
         forward.planes.reserve(max_rows)  # graphs hold its address
 
-    def run(self, columns: DecodeColumns, depth: int, previous: Tensor) -> DecodeOutput:
+    def run(self, columns: DecodeColumns, depth: int, previous: Tensor) -> RowOutput:
         """See `DecodeLoop`. At a depth that nothing was captured for, the step is launched kernel by kernel."""
         if previous is not self._previous:
             raise InvariantBroken("a graph reads the buffer of tokens that it was captured with, and no other")
@@ -74,10 +73,9 @@ class GraphDecode:
         self._upload(columns, bucket)
         captured = self._graphs.get((bucket, depth))
         if captured is None:
-            logits, chosen = self._compute(bucket, depth)
-            return DecodeOutput(logits[:count], chosen[:count])
+            return self._compute(bucket, depth).rows(0, count)
         captured.graph.replay()
-        return DecodeOutput(captured.logits[:count], captured.chosen[:count])
+        return captured.output.rows(0, count)
 
     def run_largest(self, depth: int) -> None:
         """Take the memory that the largest bucket takes."""
@@ -96,8 +94,8 @@ class GraphDecode:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits, chosen = self._compute(bucket, depth)
-        self._graphs[bucket, depth] = _Captured(graph, logits, chosen)
+            output = self._compute(bucket, depth)
+        self._graphs[bucket, depth] = _Captured(graph, output)
 
     def capture_all(self, depth: int) -> None:
         """Record every bucket at `depth`, the largest first, so that the others fit its memory."""
@@ -105,12 +103,9 @@ class GraphDecode:
             for bucket in reversed(self.buckets):
                 self.capture(bucket, depth)
 
-    def _compute(self, bucket: int, depth: int) -> tuple[Tensor, Tensor]:
-        """Logits [N, V] and tokens [N] of what lies in the input buffers."""
-        logits, chosen = compute(self._forward, self._inputs(bucket), self._previous, depth, chooses=True)
-        if chosen is None:
-            raise InvariantBroken("a step of this loop chooses its tokens")
-        return logits, chosen
+    def _compute(self, bucket: int, depth: int) -> RowOutput:
+        """What comes of the N rows in the input buffers, their tokens with it."""
+        return compute(self._forward, self._inputs(bucket), self._previous, depth, chooses=True)
 
     def _inputs(self, bucket: int) -> DecodeInputs:
         return inputs_of(self._columns[: NUM_COLUMNS * bucket].view(NUM_COLUMNS, bucket), self._tables[:bucket])

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from loopline.engine.engine import Engine
 from loopline.engine.forward import StateSource
 from loopline.errors import InvariantBroken, RequestRefused
+from loopline.intake import check_exit_gate
 from loopline.kv.arena import Arena
 from loopline.messages import TokenRow
 from loopline.model_spec import ModelSpec
@@ -81,6 +82,8 @@ class LocalEngine:
 
     def _submit(self, request: Request) -> None:
         check_request(request, self.limits)
+        if request.params.exit_probabilities:
+            check_exit_gate(self.spec, self._engine.settings.exit_gate)
         cause = self._engine.scheduler.submit(request)
         if cause is not None:
             raise RequestRefused(f"request {request.request_id} was refused: {cause.value}")

@@ -13,11 +13,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from kernels.ops import TiledPlan, tiles_of
 from loopline.engine.batch import PackedColumns, ToDevice, packed_columns, packed_rows
-from loopline.engine.forward import Forward, Rows
+from loopline.engine.forward import Forward, Passed, Rows
 from loopline.engine.staging import Staging
 from loopline.kv.ledger import Ledger
 from loopline.sched.plan import RowRun
@@ -31,8 +30,8 @@ _NUM_COLUMNS = 5
 class PackedLoop(Protocol):
     """Runs packed prompt steps."""
 
-    def hidden(self, runs: Sequence[RowRun], depth: int) -> Tensor:
-        """What the head reads of every row [N, E], in the order of the runs; written over by the next call."""
+    def run(self, runs: Sequence[RowRun], depth: int) -> Passed:
+        """What comes of every row, in the order of the runs, padding behind them; written over by the next call."""
         ...
 
 
@@ -44,11 +43,11 @@ class EagerPacked:
         self._ledger = ledger
         self._to_device = to_device
 
-    def hidden(self, runs: Sequence[RowRun], depth: int) -> Tensor:
+    def run(self, runs: Sequence[RowRun], depth: int) -> Passed:
         """See `PackedLoop`."""
         arena = self._forward.arena
         null_slot = arena.null_block * arena.layout.block_size
-        return self._forward.hidden(packed_rows(self.columns(runs), null_slot, self._to_device), depth)
+        return self._forward.run(packed_rows(self.columns(runs), null_slot, self._to_device), depth)
 
     def columns(self, runs: Sequence[RowRun]) -> PackedColumns:
         """The rows of runs, on the host."""
@@ -79,7 +78,7 @@ class GraphPacked:
                 (max_runs * width, torch.int64),
             )
         )
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Passed]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         forward.planes.reserve(rows)  # graphs hold its address
 
@@ -89,19 +88,19 @@ class GraphPacked:
         most = min(max_rows, _STEPS[-1])
         return (*(size for size in _STEPS if size < most), most)
 
-    def hidden(self, runs: Sequence[RowRun], depth: int) -> Tensor:
+    def run(self, runs: Sequence[RowRun], depth: int) -> Passed:
         """See `PackedLoop`."""
         count = sum(run.num_tokens for run in runs)
         if depth != self._depth or count > self.buckets[-1] or len(runs) > self._max_runs:
-            return self._eager.hidden(runs, depth)
+            return self._eager.run(runs, depth)
         bucket = self.buckets[bisect_left(self.buckets, count)]
         if bucket not in self._graphs:
             logger.info("capturing the prompt graph of %d rows at depth %d", bucket, depth)
             self.capture(bucket)
         self._upload(self._eager.columns(runs), bucket)
-        graph, hidden = self._graphs[bucket]
+        graph, passed = self._graphs[bucket]
         graph.replay()
-        return hidden
+        return passed
 
     def capture(self, bucket: int) -> None:
         """Record the step of `bucket` rows. All its rows are padding: only the null block is written."""
@@ -109,12 +108,12 @@ class GraphPacked:
         self._columns.zero_()
         self._tiles.zero_()
         rows.slots.fill_(self._null_slot)
-        self._forward.hidden(rows, self._depth)  # compiles what is not compiled yet
+        self._forward.run(rows, self._depth)  # compiles what is not compiled yet
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = self._forward.hidden(self._rows(bucket), self._depth)
-        self._graphs[bucket] = (graph, hidden)
+            passed = self._forward.run(self._rows(bucket), self._depth)
+        self._graphs[bucket] = (graph, passed)
 
     def capture_all(self) -> None:
         """Record every bucket, the largest first, so that the others fit its memory."""

@@ -8,7 +8,7 @@ Shape letters: N rows, R runs, S tokens to choose, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from loopline.engine.batch import (
     run_columns,
     sampled_rows,
 )
-from loopline.engine.decode_loop import DecodeLoop
+from loopline.engine.decode_loop import DecodeLoop, RowOutput
+from loopline.engine.exit_gate import asked_exit_logits
 from loopline.engine.forward import Forward
 from loopline.engine.packed_loop import PackedLoop
 from loopline.engine.sampler import Choice, Sampler, sample_rows
@@ -80,7 +81,7 @@ class Runner:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Submitted:
         """Queue a plan's work. On a CPU it is done on return."""
-        logits: list[Tensor] = []
+        outputs: list[RowOutput] = []
         chosen: Tensor | None = None
         for segment in plan.segments:
             if segment.decode is not None:
@@ -89,13 +90,19 @@ class Runner:
                 output = self._decode.run(columns, segment.last_loop, self._previous)
                 chosen = output.chosen
                 is_last = segment is plan.segments[-1] and not segment.runs
-                logits.append(output.logits if is_last else output.logits.clone())  # the next run writes over it
+                outputs.append(output if is_last else output.kept())  # the next run writes over it
             if segment.runs:
-                logits.append(self.prompt_logits(segment.runs, segment.last_loop))
+                outputs.append(self._prompts(segment.runs, segment.last_loop))
         rows = sample_rows(plan)
-        if chosen is not None and len(logits) == 1 and self._sampler.is_plain(rows):
-            return self._hand_over(plan, Choice(chosen))
-        return self._hand_over(plan, self._sampler.choose(torch.cat(logits) if len(logits) > 1 else logits[0], rows))
+        if chosen is not None and len(outputs) == 1 and self._sampler.is_plain(rows):
+            choice = Choice(chosen)
+        else:
+            logits = [output.logits for output in outputs]
+            choice = self._sampler.choose(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
+        if self._forward.exit_gate is not None:
+            gates = [(len(output.logits), output.gates) for output in outputs]
+            choice = replace(choice, exits=asked_exit_logits(rows.params, gates, self._to_device))
+        return self._hand_over(plan, choice)
 
     def collect(self, submitted: Submitted) -> StepResult:
         """Wait for a plan's tokens."""
@@ -108,25 +115,34 @@ class Runner:
         if self._is_cuda:
             torch.cuda.synchronize(self._previous.device)
 
-    def prompt_logits(self, runs: Sequence[RowRun], depth: int) -> Tensor:
-        """Compute runs; logits [S, V] float32 of the last row of each that has a Sampling."""
-        return self.packed_logits(runs, depth) if self._packs_prompts else self.per_row_logits(runs, depth)
-
     def packed_logits(self, runs: Sequence[RowRun], depth: int, *, every_row: bool = False) -> Tensor:
-        """`prompt_logits` by one packed pass over all runs; `every_row`: of every row [N, V]."""
-        hidden = self._packed.hidden(runs, depth)
-        head = self._forward.model.head
-        if every_row:
-            return head(hidden)[: sum(run.num_tokens for run in runs)]
-        rows = sampled_rows(runs)
-        if not len(rows):
-            return hidden.new_zeros((0, self._forward.model.spec.vocab_size), dtype=torch.float32)
-        padded = np.concatenate([rows, np.zeros(-len(rows) % ROW_TILE, np.int64)])
-        return head(hidden[self._to_device(padded)])[: len(rows)]
+        """Compute runs in one packed pass; logits [S, V] float32 of the last row of each that has a Sampling;
+        `every_row`: of every row [N, V]."""
+        return self._packed_rows(runs, depth, every_row).logits
 
     def per_row_logits(self, runs: Sequence[RowRun], depth: int, *, every_row: bool = False) -> Tensor:
-        """`prompt_logits` with every position a row of the decode path; `every_row`: of every row [N, V]."""
-        logits = []
+        """`packed_logits` with every position a row of the decode path."""
+        return self._decode_rows(runs, depth, every_row).logits
+
+    def _prompts(self, runs: Sequence[RowRun], depth: int) -> RowOutput:
+        """Compute runs; of each that has a Sampling the last row [S]."""
+        return self._packed_rows(runs, depth) if self._packs_prompts else self._decode_rows(runs, depth)
+
+    def _packed_rows(self, runs: Sequence[RowRun], depth: int, every_row: bool = False) -> RowOutput:
+        passed = self._packed.run(runs, depth)
+        hidden, gates = passed.hidden, passed.gates
+        head = self._forward.model.head
+        if every_row:
+            return RowOutput(head(hidden)[: sum(run.num_tokens for run in runs)])
+        rows = sampled_rows(runs)
+        if not len(rows):
+            return RowOutput(hidden.new_zeros((0, self._forward.model.spec.vocab_size), dtype=torch.float32))
+        padded = self._to_device(np.concatenate([rows, np.zeros(-len(rows) % ROW_TILE, np.int64)]))
+        logits = head(hidden[padded])[: len(rows)]
+        return RowOutput(logits, None, None if gates is None else gates[padded[: len(rows)]])
+
+    def _decode_rows(self, runs: Sequence[RowRun], depth: int, every_row: bool = False) -> RowOutput:
+        kept: list[RowOutput] = []
         for run in runs:
             columns = run_columns(run, self._ledger, self._forward.arena.null_block)
             for start in range(0, len(columns), self._decode.max_rows):
@@ -134,12 +150,13 @@ class Runner:
                 output = self._decode.run(part, depth, self._previous)
                 is_last = start + len(part) == len(columns)
                 if every_row:
-                    logits.append(output.logits.clone())
+                    kept.append(output.kept())
                 elif is_last and run.sampling is not None:
-                    logits.append(output.logits[-1:].clone())
-        if not logits:
-            return torch.zeros((0, self._forward.model.spec.vocab_size), device=self._previous.device)
-        return torch.cat(logits)
+                    kept.append(output.rows(len(part) - 1, len(part)).kept())
+        if not kept:
+            return RowOutput(torch.zeros((0, self._forward.model.spec.vocab_size), device=self._previous.device))
+        gates = [output.gates for output in kept if output.gates is not None]
+        return RowOutput(torch.cat([output.logits for output in kept]), None, torch.cat(gates) if gates else None)
 
     def _hand_over(self, plan: StepPlan, choice: Choice) -> Submitted:
         """Keep the tokens for the next step, and send them on their way to the host."""

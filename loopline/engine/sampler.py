@@ -20,8 +20,9 @@ from torch import Tensor
 from kernels.ops import Ops
 from kernels.reference import gumbel
 from loopline.engine.batch import ToDevice, chosen_temperature, pinned_copier, signed_seed
+from loopline.engine.exit_gate import ExitLogits, exit_probabilities
 from loopline.kv.block_books import IntArray
-from loopline.request import SamplingParams, TokenLogprob, TokenLogprobs
+from loopline.request import SamplingParams, TokenExtras, TokenLogprob, TokenLogprobs
 from loopline.sched.plan import NOT_FINITE, StepPlan, StepResult, TokenHistory
 
 _NEVER = float("-inf")
@@ -61,22 +62,26 @@ class Choice:
 
     token_ids: Tensor  # [S] int64 on the logits' device; NOT_FINITE where a row's logits were not
     logprobs: Logprobs | None = None
+    exits: tuple[ExitLogits, ...] = ()
 
     def on_host(self) -> "Choice":
-        """The same, its log probabilities sent on their way to the host."""
-        one = self.logprobs
-        if one is None or not one.chosen.is_cuda:
+        """The same, all but its tokens sent on their way to the host."""
+        if not self.token_ids.is_cuda:
             return self
-        moved = replace(one, chosen=_sent(one.chosen), top_values=_sent(one.top_values), top_ids=_sent(one.top_ids))
-        return Choice(self.token_ids, moved)
+        one = self.logprobs
+        if one is not None:
+            one = replace(one, chosen=_sent(one.chosen), top_values=_sent(one.top_values), top_ids=_sent(one.top_ids))
+        return Choice(self.token_ids, one, tuple(replace(some, logits=_sent(some.logits)) for some in self.exits))
 
     def result(self, step: int, token_ids: Sequence[int]) -> StepResult:
-        """The step's result, `token_ids` and log probabilities on the host by now."""
-        found = {}
-        for index, row in enumerate(self.logprobs.rows if self.logprobs is not None else ()):
-            if self.logprobs is not None and token_ids[row] != NOT_FINITE:
-                found[row] = self.logprobs.of(index)
-        return StepResult(step, token_ids, found)
+        """The step's result, everything on the host by now."""
+        found: dict[int, TokenExtras] = {}
+        if self.logprobs is not None:
+            found = {row: TokenExtras(self.logprobs.of(index)) for index, row in enumerate(self.logprobs.rows)}
+        for some in self.exits:
+            for row, logits in zip(some.rows, some.logits.tolist(), strict=True):
+                found[row] = replace(found.get(row, TokenExtras()), exit_probabilities=exit_probabilities(logits))
+        return StepResult(step, token_ids, {row: one for row, one in found.items() if token_ids[row] != NOT_FINITE})
 
 
 def _sent(tensor: Tensor) -> Tensor:

@@ -53,6 +53,10 @@ class HuginnModel:
         return self.embedding.device
 
     @property
+    def exit_gate(self) -> None:
+        return None
+
+    @property
     def uses_initial_state(self) -> bool:
         return True
 

@@ -59,6 +59,11 @@ class LoopedModel(Protocol):
         """Whether `first_state` reads its noise."""
         ...
 
+    @property
+    def exit_gate(self) -> "ExitGate | None":
+        """None for a family that has none."""
+        ...
+
     def prelude(self, token_ids: Tensor, attention: Attention) -> Tensor:
         """What every loop is given of the tokens [N] int64: e [N, E]."""
         ...
@@ -109,6 +114,18 @@ class RopeTable:
     def rows(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin, each [N, d/2], of positions [N] int64."""
         return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+
+@dataclass(frozen=True)
+class ExitGate:
+    """Reads the state after a loop; the sigmoid of what it says is the probability to stop there."""
+
+    weight: Tensor  # [E] float32
+    bias: Tensor  # [1] float32
+
+    def logits(self, state: Tensor) -> Tensor:
+        """Float32 [N] of states [N, E]. A row's bits depend on no other row on a CPU."""
+        return (state.float() * self.weight).sum(dim=-1) + self.bias
 
 
 @dataclass(frozen=True)

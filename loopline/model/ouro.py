@@ -1,7 +1,7 @@
 """Ouro: every layer is in the loop, each branch is normed before and after, and one final norm closes every loop.
 
-Source: ByteDance Ouro-1.4B's public modelling code, at a fixed depth (the exit gate is loaded with no use: a fixed
-depth reads the last loop's state). Shape letters are those of `loopline.model.layers`.
+Source: ByteDance Ouro-1.4B's public modelling code, at a fixed depth: the head reads the last loop's state,
+whatever the exit gate says. Shape letters are those of `loopline.model.layers`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from kernels.ops import Ops
 from loopline.model.dense import prompt_logits
-from loopline.model.layers import Attention, FeedForward, RopeTable
+from loopline.model.layers import Attention, ExitGate, FeedForward, RopeTable
 from loopline.model_spec import ModelSpec
 
 _NORMS = ("input_layernorm", "input_layernorm_2", "post_attention_layernorm", "post_attention_layernorm_2")
@@ -43,6 +43,7 @@ class OuroModel:
     layers: tuple[OuroLayer, ...]
     final_norm: Tensor  # [E]
     head_weight: Tensor  # [V, E]
+    exit_gate: ExitGate
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,4 +142,7 @@ def build_ouro(spec: ModelSpec, ops: Ops, rope: RopeTable, tensor: Callable[[str
         layers=tuple(layer(index) for index in range(spec.num_recurrent)),
         final_norm=tensor("model.norm.weight"),
         head_weight=embedding if spec.tied_head else tensor("lm_head.weight"),
+        exit_gate=ExitGate(
+            tensor("model.early_exit_gate.weight").float().squeeze(0), tensor("model.early_exit_gate.bias").float()
+        ),
     )

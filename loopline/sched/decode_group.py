@@ -19,7 +19,7 @@ import numpy as np
 from loopline.errors import InvariantBroken
 from loopline.kv.block_books import IntArray
 from loopline.kv.ledger import Allocation, Ledger
-from loopline.request import FinishReason, TokenLogprobs
+from loopline.request import FinishReason, TokenExtras
 from loopline.sched.entry import Entry
 from loopline.sched.plan import KNOWN, NOT_FINITE, DecodeRows, StepPlan, TokenColumns
 
@@ -122,7 +122,7 @@ class DecodeGroup:
     # ---- commit
 
     def commit(
-        self, planned: DecodeRows, token_ids: Sequence[int], logprobs: Mapping[int, TokenLogprobs]
+        self, planned: DecodeRows, token_ids: Sequence[int], extras: Mapping[int, TokenExtras]
     ) -> tuple[TokenColumns, list[Entry], list[Entry]]:
         """Take the tokens of the rows that were planned: the new tokens, and the entries that ended and that failed.
 
@@ -132,7 +132,7 @@ class DecodeGroup:
         where: slice | list[int] = slice(None)
         entries, token_lists = self._order, self._token_lists
         if planned.requests is not self._rows.requests:
-            planned, token_ids, logprobs, where = self._still_here(planned, token_ids, logprobs)
+            planned, token_ids, extras, where = self._still_here(planned, token_ids, extras)
             entries, token_lists = [entries[i] for i in where], [token_lists[i] for i in where]
         tokens = np.asarray(token_ids, np.int64)
         self._ledger.mark_rows(planned.book_rows, planned.positions, self.depth)
@@ -144,7 +144,7 @@ class DecodeGroup:
             token_list.append(token_id)
         finish, done, lost = self._end(entries, is_stop, ended, failed)
         positions = (planned.positions + 1).tolist()
-        columns = TokenColumns(self.depth, planned.requests, positions, token_ids, finish, logprobs)
+        columns = TokenColumns(self.depth, planned.requests, positions, token_ids, finish, extras)
         return _select(columns, np.flatnonzero(~failed).tolist()) if lost else columns, done, lost
 
     def whole_blocks(self, block_size: int) -> list[Entry]:
@@ -187,8 +187,8 @@ class DecodeGroup:
         return finish, done, lost
 
     def _still_here(
-        self, planned: DecodeRows, token_ids: Sequence[int], logprobs: Mapping[int, TokenLogprobs]
-    ) -> tuple[DecodeRows, Sequence[int], Mapping[int, TokenLogprobs], list[int]]:
+        self, planned: DecodeRows, token_ids: Sequence[int], extras: Mapping[int, TokenExtras]
+    ) -> tuple[DecodeRows, Sequence[int], Mapping[int, TokenExtras], list[int]]:
         """Keep of a step what is about rows of the group, and say which rows those are."""
         row_of = {allocation: row for row, allocation in enumerate(self._rows.allocations)}
         kept = [index for index, allocation in enumerate(planned.allocations) if allocation in row_of]
@@ -196,7 +196,7 @@ class DecodeGroup:
         return (
             planned.take(kept),
             [token_ids[index] for index in kept],
-            {place_of[index]: value for index, value in logprobs.items() if index in place_of},
+            {place_of[index]: value for index, value in extras.items() if index in place_of},
             [row_of[planned.allocations[index]] for index in kept],
         )
 
@@ -240,7 +240,7 @@ def _select(columns: TokenColumns, kept: list[int]) -> TokenColumns:
         [columns.positions[index] for index in kept],
         [columns.token_ids[index] for index in kept],
         {place[index]: value for index, value in columns.finish.items()},
-        {place[index]: value for index, value in columns.logprobs.items() if index in place},
+        {place[index]: value for index, value in columns.extras.items() if index in place},
     )
 
 

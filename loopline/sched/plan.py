@@ -23,12 +23,13 @@ from loopline.identity import Cause
 from loopline.kv.block_books import IntArray
 from loopline.kv.ledger import Allocation
 from loopline.messages import TokenRow
-from loopline.request import FinishReason, Request, SamplingParams, TokenId, TokenLogprobs
+from loopline.request import FinishReason, Request, SamplingParams, TokenExtras, TokenId
 
 KNOWN = -1
 """In DecodeRows.sources: the row's token is in `token_ids`."""
 NOT_FINITE = -1
 """In StepResult.token_ids: the row's logits were not finite, and its request fails."""
+_NO_EXTRAS = TokenExtras()
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class StepResult:
 
     step: int
     token_ids: Sequence[int]  # [S]
-    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)  # by index, where asked for
+    extras: Mapping[int, TokenExtras] = field(default_factory=dict)  # by index, where any are asked for
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class TokenColumns:
     positions: Sequence[int]
     token_ids: Sequence[int]
     finish: Mapping[int, FinishReason]  # by index, of those that ended
-    logprobs: Mapping[int, TokenLogprobs]
+    extras: Mapping[int, TokenExtras]
 
     def rows(self) -> list[TokenRow]:
         """A row each; a stop id is not part of the answer, so its row has no token."""
@@ -214,6 +215,7 @@ class TokenColumns:
         ):
             finish = self.finish.get(index)
             is_stop = finish is FinishReason.STOP
+            extras = _NO_EXTRAS if is_stop else self.extras.get(index, _NO_EXTRAS)
             rows.append(
                 TokenRow(
                     request.request_id,
@@ -222,7 +224,8 @@ class TokenColumns:
                     None if is_stop else token_id,
                     self.depth,
                     finish,
-                    None if is_stop else self.logprobs.get(index),
+                    extras.logprobs,
+                    extras.exit_probabilities,
                 )
             )
         return rows

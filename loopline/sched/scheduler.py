@@ -21,7 +21,7 @@ from loopline.errors import InvariantBroken
 from loopline.identity import Cause
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.messages import TokenRow
-from loopline.request import Request, TokenLogprobs
+from loopline.request import Request, TokenExtras
 from loopline.sched.admission import Admission
 from loopline.sched.budget import StepMeter
 from loopline.sched.decode_group import DecodeGroup
@@ -260,15 +260,15 @@ class Scheduler:
         for segment in plan.segments:
             if segment.decode is not None:
                 end = at + len(segment.decode)
-                logprobs = {i - at: one for i, one in result.logprobs.items() if at <= i < end}
-                decoded = self._commit_decode(segment, result.token_ids[at:end], logprobs, lost)
+                extras = {i - at: one for i, one in result.extras.items() if at <= i < end}
+                decoded = self._commit_decode(segment, result.token_ids[at:end], extras, lost)
                 if decoded.requests:
                     columns.append(decoded)
                 at = end
             for run in segment.runs:
                 chosen = None
                 if run.sampling is not None:
-                    chosen = (result.token_ids[at], result.logprobs.get(at))
+                    chosen = (result.token_ids[at], result.extras.get(at))
                     at += 1
                 self._commit_run(run, chosen, columns, chunks, lost)
         self._ledger.step_done(plan.step)
@@ -296,12 +296,12 @@ class Scheduler:
         return entry if entry is not None and entry.allocation is allocation else None
 
     def _commit_decode(
-        self, segment: Segment, tokens: Sequence[int], logprobs: dict[int, TokenLogprobs], lost: list[RequestLost]
+        self, segment: Segment, tokens: Sequence[int], extras: dict[int, TokenExtras], lost: list[RequestLost]
     ) -> TokenColumns:
         group = self._decoding[segment.last_loop]
         if segment.decode is None:
             raise InvariantBroken("a segment without decode rows has none to commit")
-        columns, ended, failed = group.commit(segment.decode, tokens, logprobs)
+        columns, ended, failed = group.commit(segment.decode, tokens, extras)
         for entry in group.whole_blocks(self._ledger.block_size):
             self._publish(entry)
         for entry in ended:
@@ -313,7 +313,7 @@ class Scheduler:
     def _commit_run(
         self,
         run: RowRun,
-        chosen: tuple[int, TokenLogprobs | None] | None,
+        chosen: tuple[int, TokenExtras | None] | None,
         columns: list[TokenColumns],
         chunks: list[ChunkDone],
         lost: list[RequestLost],
@@ -327,13 +327,13 @@ class Scheduler:
         chunks.append(ChunkDone(run.request_id, run.allocation, entry.num_computed, entry.num_cached, is_last))
         if chosen is None:
             return
-        token_id, logprobs = chosen
+        token_id, extras = chosen
         if token_id == NOT_FINITE:
             lost.append(self._lose(entry, _NOT_FINITE_TEXT))
             return
-        columns.append(self._first_token(entry, token_id, logprobs))
+        columns.append(self._first_token(entry, token_id, extras))
 
-    def _first_token(self, entry: Entry, token_id: int, logprobs: TokenLogprobs | None) -> TokenColumns:
+    def _first_token(self, entry: Entry, token_id: int, extras: TokenExtras | None) -> TokenColumns:
         position, finish = len(entry.token_ids), entry.take(token_id)
         if self._policy.holds_after_first_token:
             self._prefilling.discard(entry)
@@ -350,7 +350,7 @@ class Scheduler:
             (position,),
             (token_id,),
             {0: finish} if finish is not None else {},
-            {0: logprobs} if logprobs is not None else {},
+            {0: extras} if extras is not None else {},
         )
 
     # ---- ways in and out of running

@@ -40,6 +40,7 @@ def record_strategy(kind: type) -> st.SearchStrategy[typing.Any]:
             logit_bias=st.dictionaries(UNSIGNED, FLOATS, max_size=3),
             stop_ids=st.lists(UNSIGNED, max_size=3).map(tuple),
             logprobs=st.none() | st.integers(0, 20),
+            exit_probabilities=st.booleans(),
             loops=UNSIGNED,
             initial_state=st.sampled_from(InitialState),
         )

@@ -173,7 +173,7 @@ def test_a_prompt_graph_equals_the_same_rows_launched_one_by_one(name: str, dtyp
                 params = SamplingParams(loops=bench.depth, seed=number)
                 runs.append(RowRun(f"r{number}", allocation, params, 0, prompt, None))
             with torch.inference_mode():
-                hidden.append(bench.parts.packed.hidden(runs, bench.depth)[: sum(counts)].clone())
+                hidden.append(bench.parts.packed.run(runs, bench.depth).hidden[: sum(counts)].clone())
             for allocation in allocations:
                 bench.ledger.release(allocation)
         assert torch.isfinite(hidden[1]).all()

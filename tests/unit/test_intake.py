@@ -102,3 +102,36 @@ def test_a_deadline_is_bounded_as_the_configurations_is(deadline_s: float) -> No
     with pytest.raises(InvalidRequest, match=rf"deadline_s is {deadline_s}; allowed: above 0, at most 86400"):
         check_deadline_s(deadline_s)
     check_deadline_s(86_400.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "exit_gate", "text"),
+    [
+        ("tiny-ouro", False, "the setting model.exit_gate is off"),
+        ("tiny-huginn", True, "the family huginn has none"),
+        ("tiny-huginn", False, "the family huginn has none"),
+    ],
+)
+def test_exit_probabilities_that_nobody_computes_are_refused(model: str, exit_gate: bool, text: str) -> None:
+    def resolve(asks: bool) -> Request:
+        return resolve_request(
+            RequestOptions(prompt=(1, 2), exit_probabilities=asks),
+            request_id="r1",
+            fallback_seed=7,
+            spec=load_model_spec(TINY.parent / model),
+            codec=None,
+            max_loops=4,
+            exit_gate=exit_gate,
+        )
+
+    with pytest.raises(InvalidRequest, match=text):
+        resolve(True)
+    assert not resolve(False).params.exit_probabilities
+
+
+def test_exit_probabilities_are_asked_for_where_the_gate_is_evaluated() -> None:
+    options = RequestOptions(prompt=(1, 2), exit_probabilities=True)
+    request = resolve_request(
+        options, request_id="r1", fallback_seed=7, spec=SPEC, codec=None, max_loops=4, exit_gate=True
+    )
+    assert request.params.exit_probabilities

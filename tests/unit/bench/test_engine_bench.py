@@ -79,14 +79,14 @@ def test_plain_operations_over_the_contiguous_view_compute_the_engines_step(spec
     point = DecodePoint(random_model(spec), "fp32", num_rows=3, context=21)
     paged, contiguous = point.paged(), point.contiguous(lambda noted: PlainOps(planes=noted))
     inputs = point.inputs(paged)
-    expected, _ = compute(paged, inputs, point.previous, point.depth, chooses=False)
+    expected = compute(paged, inputs, point.previous, point.depth, chooses=False).logits
     blocks = paged.arena.tensor[inputs.block_tables]  # [N, blocks, planes, 2, block_size, C, d]
     in_order = blocks.permute(0, 2, 3, 1, 4, 5, 6).flatten(3, 4)[:, :, :, : point.context].clone()
     contiguous.arena.tensor.copy_(in_order)
     contiguous.arena.tensor[:, :, :, -1] = torch.nan  # of the new position, which the step writes
-    got, chosen = compute(contiguous, point.inputs(contiguous), point.previous, point.depth, chooses=True)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    assert chosen is not None and chosen.tolist() == expected.argmax(dim=1).tolist()
+    got = compute(contiguous, point.inputs(contiguous), point.previous, point.depth, chooses=True)
+    torch.testing.assert_close(got.logits, expected, rtol=1e-4, atol=1e-4)
+    assert got.chosen is not None and got.chosen.tolist() == expected.argmax(dim=1).tolist()
 
 
 @pytest.mark.parametrize("spec", [TINY, TINY_HUGINN], ids=["ouro", "huginn"])

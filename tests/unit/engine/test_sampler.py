@@ -126,9 +126,10 @@ def test_penalties_bias_and_banned_stops() -> None:
 def test_logprobs_are_of_the_raw_distribution() -> None:
     params = SamplingParams(temperature=2.0, top_k=2, logprobs=3, seed=1)
     result = Sampler(VOCAB, "cpu").sample(LOGITS[:2], plan_of([SamplingParams(), params], [5, 6]))
-    assert list(result.logprobs) == [1]
+    assert list(result.extras) == [1]
     saved = torch.log_softmax(LOGITS[1], dim=0)
-    one = result.logprobs[1]
+    one = result.extras[1].logprobs
+    assert one is not None
     assert math.isclose(one.chosen, float(saved[result.token_ids[1]]), abs_tol=1e-6)
     assert [top.token_id for top in one.top] == torch.argsort(saved, descending=True)[:3].tolist()
 

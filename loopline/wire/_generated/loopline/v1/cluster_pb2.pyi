@@ -124,7 +124,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, step: _Optional[int] = ..., busy: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., token_loops: _Optional[int] = ..., promised_blocks: _Optional[int] = ..., blocks: _Optional[_Union[_loopline_pb2.Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., budget: _Optional[_Union[_loopline_pb2.BudgetCounts, _Mapping]] = ..., known: _Optional[_Iterable[_Union[HandoffKey, _Mapping]]] = ...) -> None: ...
 
 class ResolvedParams(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_ids", "logprobs", "loops", "initial_state")
+    __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_ids", "logprobs", "loops", "initial_state", "exit_probabilities")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -147,6 +147,7 @@ class ResolvedParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOOPS_FIELD_NUMBER: _ClassVar[int]
     INITIAL_STATE_FIELD_NUMBER: _ClassVar[int]
+    EXIT_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     temperature: float
@@ -162,7 +163,8 @@ class ResolvedParams(_message.Message):
     logprobs: int
     loops: int
     initial_state: str
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., loops: _Optional[int] = ..., initial_state: _Optional[str] = ...) -> None: ...
+    exit_probabilities: bool
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., stop_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., loops: _Optional[int] = ..., initial_state: _Optional[str] = ..., exit_probabilities: _Optional[bool] = ...) -> None: ...
 
 class EngineRequest(_message.Message):
     __slots__ = ("request_id", "prompt_ids", "params", "attempt", "generated_ids", "session")
@@ -181,7 +183,7 @@ class EngineRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[ResolvedParams, _Mapping]] = ..., attempt: _Optional[int] = ..., generated_ids: _Optional[_Iterable[int]] = ..., session: _Optional[str] = ...) -> None: ...
 
 class TokenRow(_message.Message):
-    __slots__ = ("request_id", "attempt", "position", "token_id", "depth", "finish", "logprobs")
+    __slots__ = ("request_id", "attempt", "position", "token_id", "depth", "finish", "logprobs", "exit_probabilities")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +191,7 @@ class TokenRow(_message.Message):
     DEPTH_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EXIT_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     position: int
@@ -196,7 +199,8 @@ class TokenRow(_message.Message):
     depth: int
     finish: str
     logprobs: TokenLogprobs
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., depth: _Optional[int] = ..., finish: _Optional[str] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ...) -> None: ...
+    exit_probabilities: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., position: _Optional[int] = ..., token_id: _Optional[int] = ..., depth: _Optional[int] = ..., finish: _Optional[str] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., exit_probabilities: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("chosen", "top")
