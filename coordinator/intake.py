@@ -47,6 +47,8 @@ class Intake:
     initial_state: InitialState
     """Where the client names none."""
     default_deadline_s: float
+    exit_gate: bool = False
+    """Whether workers evaluate it."""
 
     def resolve(self, message: Any) -> Submission:
         """Give a GenerateRequest an id and, where it brought none, a seed. Raises RequestError."""
@@ -60,6 +62,7 @@ class Intake:
             codec=self.codec,
             max_loops=self.max_loops,
             initial_state=self.initial_state,
+            exit_gate=self.exit_gate,
         )
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty: it has no token; at least one is needed")
@@ -91,6 +94,7 @@ class Intake:
             stop_token_ids=tuple(sampling.stop_token_ids),
             ignore_eos=sampling.ignore_eos,
             logprobs=_given(sampling, "logprobs", None),
+            exit_probabilities=sampling.exit_probabilities,
             loops=_given(sampling, "loops", None),
             initial_state=_initial_state(sampling),
             delivered_token_ids=tuple(message.delivered_token_ids),

@@ -136,7 +136,7 @@ def _launcher(report: LauncherReport) -> Any:
 
 
 def _token(row: TokenRow) -> Any:
-    token = loopline_pb2.Token(id=row.token_id, depth=row.depth)
+    token = loopline_pb2.Token(id=row.token_id, depth=row.depth, exit_probabilities=row.exit_probabilities)
     if row.logprobs is not None:
         token.logprob = row.logprobs.chosen
         token.top_logprobs.extend(convert.to_proto(entry) for entry in row.logprobs.top)

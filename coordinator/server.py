@@ -100,6 +100,7 @@ def build_intake(config: ClusterConfig, spec: ModelSpec, codec: TextCodec | None
         max_loops=config.model.max_loops or spec.default_loops,
         initial_state=InitialState(config.model.initial_state),
         default_deadline_s=config.coordinator.default_deadline_s,
+        exit_gate=config.model.exit_gate,
     )
 
 

@@ -9,13 +9,15 @@ import typer
 
 from loopline.client import Completion, Event, Finished, Token
 from loopline.errors import DeadlineExceeded, LooplineError
+from loopline.intake import RequestOptions
 from loopline.request import FinishReason
 
 _INTERRUPTED = 130  # what shells say of a command that Ctrl-C ended
 
 
-def deliver(events: Generator[Event, None, None], *, as_json: bool, with_logprobs: bool) -> None:
-    """Print the answer; exit status 1 with the reason on standard error if it failed, 130 after Ctrl-C."""
+def deliver(events: Generator[Event, None, None], *, as_json: bool, options: RequestOptions) -> None:
+    """Print the answer, with what `options` asked for; exit status 1 with the reason on standard error if it failed,
+    130 after Ctrl-C."""
     completion, failure, reason, status = Completion(), None, None, 0
     try:
         for event in events:
@@ -32,7 +34,7 @@ def deliver(events: Generator[Event, None, None], *, as_json: bool, with_logprob
     finally:
         events.close()
     if as_json:
-        sys.stdout.write(json.dumps(answer_record(completion, reason, failure, with_logprobs=with_logprobs)) + "\n")
+        sys.stdout.write(json.dumps(answer_record(completion, reason, failure, options)) + "\n")
     else:
         _end_text(completion)
     if failure is not None:
@@ -51,7 +53,7 @@ def _end_text(completion: Completion) -> None:
 
 
 def answer_record(
-    completion: Completion, reason: FinishReason | None, failure: str | None, *, with_logprobs: bool
+    completion: Completion, reason: FinishReason | None, failure: str | None, options: RequestOptions
 ) -> dict[str, Any]:
     """The JSON object of one answer. `reason` and `failure` are of an answer that did not end by itself."""
     accepted, finished = completion.accepted, completion.finished
@@ -73,8 +75,10 @@ def answer_record(
             "decode": "" if finished is None else finished.route.decode,
         },
     }
-    if with_logprobs:
+    if options.logprobs is not None:
         record["logprobs"] = [_logprobs(token) for token in completion.tokens]
+    if options.exit_probabilities:
+        record["exit_probabilities"] = [list(token.exit_probabilities) for token in completion.tokens]
     if failure is not None:
         record["error"] = failure
     return record

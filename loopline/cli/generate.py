@@ -21,4 +21,4 @@ def generate(
     """Continue a prompt on a running cluster."""
     with Client(address, credentials=credentials) as client:
         events = client.stream(options, deadline_s=deadline, priority=priority)
-        deliver(events, as_json=as_json, with_logprobs=options.logprobs is not None)
+        deliver(events, as_json=as_json, options=options)

@@ -121,6 +121,9 @@ def request_options(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
     stop_token_ids: Annotated[str | None, typer.Option(metavar="ID,ID,...", help="Stop ids besides its own.")] = None,
     logprobs: Annotated[int | None, typer.Option(metavar="N", help="Also the N most likely tokens (--json).")] = None,
+    exit_probabilities: Annotated[
+        bool, typer.Option("--exit-probabilities", help="Also each loop's probability to be the last (--json).")
+    ] = False,
     repetition_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     presence_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
@@ -146,6 +149,7 @@ def request_options(
         stop_token_ids=_ids("--stop-token-ids", stop_token_ids),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        exit_probabilities=exit_probabilities,
         loops=loops,
         initial_state=initial_state,
         session=session,

@@ -47,6 +47,7 @@ def run(
         spec=spec,
         codec=codec,
         max_loops=max_loops,
+        exit_gate=True,
     )
     request.params.check(spec.vocab_size)
     settings = EngineSettings(
@@ -55,9 +56,10 @@ def run(
         dtype=dtype,
         max_loops=max_loops,
         num_blocks=_num_blocks(request, spec),
+        exit_gate=options.exit_probabilities,
     )
     events = _events(settings, request, codec, deadline)
-    deliver(events, as_json=as_json, with_logprobs=options.logprobs is not None)
+    deliver(events, as_json=as_json, options=options)
 
 
 def _num_blocks(request: Request, spec: ModelSpec) -> int:
@@ -93,7 +95,7 @@ def _answer(
             if row.token_id is not None:
                 count += 1
                 ttft_s = ttft_s or now_s
-                token = Token(row.token_id, row.depth, row.logprobs)
+                token = Token(row.token_id, row.depth, row.logprobs, row.exit_probabilities)
                 yield Chunk((token,), "" if text is None else text.push((row.token_id,)))
             reason = row.finish or reason
             if text is not None and text.stopped:

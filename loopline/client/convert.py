@@ -114,6 +114,7 @@ def _sampling(options: RequestOptions) -> Any:
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
         logprobs=options.logprobs,
+        exit_probabilities=options.exit_probabilities,
         loops=options.loops,
         initial_state=_INITIAL_STATES[options.initial_state],
     )
@@ -133,10 +134,11 @@ def event_of(message: Any) -> Event:
 
 
 def _token(message: Any) -> Token:
-    if not message.HasField("logprob"):
-        return Token(message.id, message.depth)
-    top = tuple(TokenLogprob(entry.token_id, entry.logprob) for entry in message.top_logprobs)
-    return Token(message.id, message.depth, TokenLogprobs(message.logprob, top))
+    logprobs = None
+    if message.HasField("logprob"):
+        top = tuple(TokenLogprob(entry.token_id, entry.logprob) for entry in message.top_logprobs)
+        logprobs = TokenLogprobs(message.logprob, top)
+    return Token(message.id, message.depth, logprobs, tuple(message.exit_probabilities))
 
 
 def _finished(message: Any) -> Finished:

@@ -11,11 +11,13 @@ from loopline.request import FinishReason, Route, Timing, TokenLogprobs, Usage
 
 @dataclass(frozen=True)
 class Token:
-    """One generated token; `depth` is the number of loops that it ran."""
+    """One generated token; `depth` is the number of loops that it ran. `exit_probabilities`, one a loop, say how likely
+    the exit gate held it to be the last; empty where they were not asked for."""
 
     id: int
     depth: int
     logprobs: TokenLogprobs | None = None
+    exit_probabilities: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

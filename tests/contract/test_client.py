@@ -51,7 +51,7 @@ class ScriptedServer(loopline_pb2_grpc.LooplineServicer):
         yield loopline_pb2.GenerateEvent(
             accepted=loopline_pb2.Accepted(request_id="r1", seed=2**64 - 1, prompt_tokens=3)
         )
-        token = loopline_pb2.Token(id=7, depth=4, logprob=-0.5)
+        token = loopline_pb2.Token(id=7, depth=2, logprob=-0.5, exit_probabilities=(0.25, 0.75))
         token.top_logprobs.add(token_id=7, logprob=-0.5)
         yield loopline_pb2.GenerateEvent(chunk=loopline_pb2.Chunk(tokens=[token], text="hé"))
         if request.label.startswith("late "):
@@ -137,6 +137,7 @@ def test_events_come_in_order_and_whole(server: tuple[ScriptedServer, str], flav
     assert completion.tokens[0].logprobs is not None
     assert completion.tokens[0].logprobs.top == (TokenLogprob(7, -0.5),)
     assert completion.tokens[1].logprobs is None
+    assert [token.exit_probabilities for token in completion.tokens] == [(0.25, 0.75), ()]
     assert completion.finished is not None
     assert (completion.finished.route.decode, completion.finished.usage.completion_tokens) == ("d0", 2)
 
@@ -154,13 +155,14 @@ def test_what_is_sent(server: tuple[ScriptedServer, str]) -> None:
     servicer, address = server
     with Client(address) as client:
         client.complete("é", label="l", deadline_s=2.5, seed=0, loops=3, stop=("a",), logit_bias={3: -1.5}, logprobs=0)
-        client.complete((1, 2), initial_state=InitialState.ZEROS)
+        client.complete((1, 2), initial_state=InitialState.ZEROS, exit_probabilities=True)
         client.complete(Chat((("user", "é"),)))
         list(client.stream(RequestOptions(prompt=())))
     text, ids, chat, empty = servicer.requests
     assert (text.text, text.deadline_s, text.sampling.seed, text.sampling.loops) == ("é".encode(), 2.5, 0, 3)
     assert text.sampling.HasField("seed")
     assert text.sampling.HasField("logprobs")
+    assert (text.sampling.exit_probabilities, ids.sampling.exit_probabilities) == (False, True)
     assert (list(text.sampling.stop), dict(text.sampling.logit_bias)) == ([b"a"], {3: -1.5})
     assert (list(ids.token_ids.ids), ids.HasField("deadline_s"), ids.sampling.HasField("seed")) == (
         [1, 2],

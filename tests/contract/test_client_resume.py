@@ -55,6 +55,7 @@ class ScriptedCoordinator(loopline_pb2_grpc.LooplineServicer):
             max_loops=spec.default_loops,
             initial_state=InitialState.NOISE,
             default_deadline_s=LIMIT_S,
+            exit_gate=True,
         )
         self._script = list(script)
         self.requests: list[Any] = []
@@ -95,8 +96,9 @@ class ScriptedCoordinator(loopline_pb2_grpc.LooplineServicer):
 
 def _row(request: Request, index: int) -> TokenRow:
     logprobs = None if request.params.logprobs is None else TokenLogprobs(-index, (TokenLogprob(IDS[index], -index),))
+    exits = (1 / (index + 2), 1 - 1 / (index + 2)) if request.params.exit_probabilities else ()
     return TokenRow(
-        request.request_id, 1, len(request.prompt_ids) + index, IDS[index], request.params.loops, None, logprobs
+        request.request_id, 1, len(request.prompt_ids) + index, IDS[index], request.params.loops, None, logprobs, exits
     )
 
 
@@ -169,10 +171,12 @@ def test_wherever_it_breaks_the_answer_goes_on(breaks_after: int, flavour: str) 
     """Among the places are the middles of three characters of several bytes, and the moment before Finished."""
     servicer = ScriptedCoordinator(breaks_after)
     with serving(servicer) as address:
-        found = check_undisturbed(servicer, events_of(flavour, address, logprobs=1), 2)
+        found = check_undisturbed(servicer, events_of(flavour, address, logprobs=1, exit_probabilities=True), 2)
     assert [token.logprobs for token in found.tokens] == [
         TokenLogprobs(-index, (TokenLogprob(token_id, -index),)) for index, token_id in enumerate(IDS)
     ]
+    exits = [token.exit_probabilities for token in found.tokens]
+    assert exits == [(1 / (index + 2), 1 - 1 / (index + 2)) for index in range(len(IDS))]
     first, second = servicer.requests
     assert list(second.delivered_token_ids) == list(IDS[: max(0, breaks_after)])
     assert (second.text, second.sampling.max_tokens) == (first.text, first.sampling.max_tokens)

@@ -28,7 +28,7 @@ SETTINGS = EngineSettings(
     num_blocks=96,
     prefix_cache="off",
     exit_gate=True,
-    scheduler=SchedulerSettings(max_running=4, chunk_tokens=8),
+    scheduler=SchedulerSettings(max_running=8, chunk_tokens=8),
 )
 COUNTER = itertools.count()
 
@@ -87,9 +87,10 @@ def test_a_pair_of_workers_reports_what_one_process_reports(engines: tuple[Engin
     for one in asked:
         script.send(one)
     script.settle()
+    assert not script.failed
     pair.audit()
     pair.close()
-    alone = LocalEngine(replace(SETTINGS, scheduler=SchedulerSettings(max_running=8)))
+    alone = LocalEngine(replace(SETTINGS, scheduler=SchedulerSettings()))
     expected = alone.generate_all(asked)
     for one in asked:
         rows = [script.tokens[one.request_id][row.position] for row in expected[one.request_id]]

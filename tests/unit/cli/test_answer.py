@@ -10,11 +10,14 @@ import typer
 from loopline.cli.answer import deliver
 from loopline.client import Accepted, Chunk, Event, Finished, Token
 from loopline.errors import DeadlineExceeded, WorkerLost
+from loopline.intake import RequestOptions
 from loopline.messages import HandoffStats
 from loopline.request import FinishReason, Route, Timing, TokenLogprob, TokenLogprobs, Usage
 
+PLAIN = RequestOptions(prompt="x")
+EVERYTHING = RequestOptions(prompt="x", logprobs=1, exit_probabilities=True)
 ACCEPTED = Accepted("r1", 5, 3)
-TOKENS = Chunk((Token(7, 4, TokenLogprobs(-0.5, (TokenLogprob(7, -0.5),))), Token(8, 4)), "hé")
+TOKENS = Chunk((Token(7, 2, TokenLogprobs(-0.5, (TokenLogprob(7, -0.5),)), (0.25, 0.75)), Token(8, 4)), "hé")
 
 
 def _finished(reason: FinishReason = FinishReason.LENGTH, *, has_text: bool = True) -> Finished:
@@ -39,22 +42,22 @@ def _events(*items: Event | BaseException) -> Generator[Event, None, None]:
 def _object(capsys: pytest.CaptureFixture[str], *items: Event | BaseException, status: int = 0) -> dict[str, Any]:
     if status:
         with pytest.raises(typer.Exit) as caught:
-            deliver(_events(*items), as_json=True, with_logprobs=True)
+            deliver(_events(*items), as_json=True, options=EVERYTHING)
         assert caught.value.exit_code == status
     else:
-        deliver(_events(*items), as_json=True, with_logprobs=True)
+        deliver(_events(*items), as_json=True, options=EVERYTHING)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
 def test_text_comes_as_it_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    deliver(_events(ACCEPTED, TOKENS, _finished()), as_json=False, with_logprobs=False)
+    deliver(_events(ACCEPTED, TOKENS, _finished()), as_json=False, options=PLAIN)
     assert capsys.readouterr().out == "hé!\n"
 
 
 def test_without_a_tokenizer_the_ids_are_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
     events = _events(ACCEPTED, Chunk(TOKENS.tokens, ""), _finished(has_text=False))
-    deliver(events, as_json=False, with_logprobs=False)
+    deliver(events, as_json=False, options=PLAIN)
     assert capsys.readouterr().out == "7,8\n"
 
 
@@ -72,6 +75,7 @@ def test_the_object_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
             {"token_id": 7, "logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.5}]},
             {"token_id": 8, "logprob": None, "top": []},
         ],
+        "exit_probabilities": [[0.25, 0.75], []],
     }
 
 
@@ -98,5 +102,5 @@ def test_a_failure_keeps_what_was_delivered(
 
 def test_a_failure_is_said_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit):
-        deliver(_events(WorkerLost("gone")), as_json=False, with_logprobs=False)
+        deliver(_events(WorkerLost("gone")), as_json=False, options=PLAIN)
     assert capsys.readouterr() == ("", "error: gone\n")

@@ -138,6 +138,7 @@ def test_serving_needs_a_token_through_a_pair() -> None:
         (message(sampling={"loops": 0}), "loops is 0; allowed: 1 to 4"),
         (message(sampling={"loops": 5}), "loops is 5; allowed: 1 to 4"),
         (message(sampling={"logprobs": 21}), "logprobs is 21"),
+        (message(sampling={"exit_probabilities": True}), "the setting model.exit_gate is off"),
         (message(sampling={"initial_state": 9}), "initial_state is 9"),
         (message(sampling={"stop": [b"\xc3"]}), "stop[0] is not UTF-8"),
         (message(sampling={"stop": [b""]}), "a stop string has 0 characters"),
