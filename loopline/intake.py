@@ -124,7 +124,7 @@ def check_exit_gate(spec: ModelSpec, is_on: bool) -> None:
     """Raise InvalidRequest unless exit probabilities can be asked for."""
     if not spec.has_exit_gate:
         raise InvalidRequest(
-            f"exit_probabilities is true, and a model of the family {spec.family.value} has none; allowed: false"
+            f"exit_probabilities is true, and family {spec.family.value} has no exit gate; allowed: false"
         )
     if not is_on:
         raise InvalidRequest("exit_probabilities is true, and the setting model.exit_gate is off; allowed: false")

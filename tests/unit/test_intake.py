@@ -108,8 +108,8 @@ def test_a_deadline_is_bounded_as_the_configurations_is(deadline_s: float) -> No
     ("model", "exit_gate", "text"),
     [
         ("tiny-ouro", False, "the setting model.exit_gate is off"),
-        ("tiny-huginn", True, "the family huginn has none"),
-        ("tiny-huginn", False, "the family huginn has none"),
+        ("tiny-huginn", True, "family huginn has no exit gate"),
+        ("tiny-huginn", False, "family huginn has no exit gate"),
     ],
 )
 def test_exit_probabilities_that_nobody_computes_are_refused(model: str, exit_gate: bool, text: str) -> None:
