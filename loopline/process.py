@@ -40,8 +40,8 @@ def on_terminate(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> N
 
 
 def settle_heap() -> None:
-    """To be called when a process has started up: what it has made so far stays, and the garbage collector need not walk
-    it again and again, which stops every thread for some 70 ms."""
+    """To be called when a process has started up: what it has made so far stays, and the garbage collector need not
+    walk it again and again, which stops every thread for some 70 ms."""
     gc.collect()
     gc.freeze()
 
