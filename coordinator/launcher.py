@@ -72,7 +72,7 @@ class LocalLauncher:
         self._worker_modules = worker_modules
         self._config_path = config_path
         self._config = load_config(config_path)
-        self.credentials = self._config.read_security().credentials
+        self.credentials = self._config.read_security(with_clients=False).credentials
         """What this launcher shows to the coordinator: the cluster's own."""
         self._port = port
         self._run_dir = run_dir

@@ -170,9 +170,13 @@ class ClusterConfig(Section):
             faults=faults_of(self.faults, name),
         )
 
-    def read_security(self) -> ClusterSecurity:
+    def read_security(self, *, with_clients: bool = True) -> ClusterSecurity:
         """What a process of this cluster shows and asks for, read from the files. Raises ConfigError that names key and
-        file."""
+        file.
+
+        `with_clients`: read clients' tokens too, whose file is on the coordinator's machine only. Without them nothing
+        may be served to clients: they would all be let in.
+        """
         section = self.security
         tls = None
         if section.tls is not None:
@@ -181,7 +185,7 @@ class ClusterConfig(Section):
             return ClusterSecurity(Credentials(tls), Access(tls, section.require_client_certificate))
         tokens = _of_key("cluster_token_file", read_tokens, section.cluster_token_file)
         clients = {}
-        if section.client_tokens_file is not None:
+        if section.client_tokens_file is not None and with_clients:
             clients = _of_key("client_tokens_file", read_client_tokens, section.client_tokens_file)
         for name in (name for name, token in clients.items() if token in tokens):
             raise ConfigError(f"security.client_tokens_file: {name!r} has the cluster's own token")
@@ -234,10 +238,10 @@ def _of_key(key: str, read: Callable[..., T], *files: str) -> T:
         raise ConfigError(f"security.{key}: {error}") from error
 
 
-def _check_secrets(config: ClusterConfig, now: datetime.datetime) -> None:
+def _check_secrets(config: ClusterConfig, now: datetime.datetime, with_clients: bool) -> None:
     """What is wrong with the files of the section `security`. A secret that others can read is warned of."""
-    security, section = config.read_security(), config.security
-    secret = [section.cluster_token_file, section.client_tokens_file]
+    security, section = config.read_security(with_clients=with_clients), config.security
+    secret = [section.cluster_token_file, section.client_tokens_file if with_clients else None]
     if section.tls is not None:
         tls, files = security.credentials.tls, section.tls
         assert tls is not None
@@ -265,9 +269,9 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
                 section[key] = str((folder / Path(section[key]).expanduser()).resolve())
 
 
-def load_config(path: str | Path) -> ClusterConfig:
-    """Read and check a cluster YAML and the files of its section `security`. Raises ConfigError; it does not open the
-    checkpoint folder."""
+def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig:
+    """Read and check a cluster YAML and the files of its section `security`, the one with clients' tokens only
+    `with_clients`. Raises ConfigError; it does not open the checkpoint folder."""
     file = Path(path)
     try:
         raw = yaml.load(file.read_text(encoding="utf-8"), _UniqueKeyLoader)
@@ -283,7 +287,7 @@ def load_config(path: str | Path) -> ClusterConfig:
     _resolve_paths(raw, file.resolve().parent)
     try:
         config = ClusterConfig.model_validate(raw)
-        _check_secrets(config, datetime.datetime.now(datetime.UTC))
+        _check_secrets(config, datetime.datetime.now(datetime.UTC), with_clients)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         raise ConfigError(f"{file}: {_fault_text(fault['loc'], fault)}") from error

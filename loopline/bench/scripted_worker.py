@@ -216,7 +216,7 @@ async def main() -> None:
     on_terminate(loop, stop.set)
     if options.life_fd is not None:
         watch_life_pipe(loop, options.life_fd, stop.set)
-    await Process(options, load_config(options.config)).run(stop)
+    await Process(options, load_config(options.config, with_clients=False)).run(stop)
 
 
 if __name__ == "__main__":

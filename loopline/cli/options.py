@@ -100,7 +100,7 @@ def shown_credentials(
         return Credentials.from_files(ca_file=ca_file, cert_file=cert_file, key_file=key_file, token_file=token_file)
     if ca_file is not None or cert_file is not None or key_file is not None:
         raise typer.BadParameter("give either --config or --ca-file, --cert-file and --key-file")
-    found = load_config(config).read_security().credentials
+    found = load_config(config, with_clients=False).read_security(with_clients=False).credentials
     return found if token_file is None else replace(found, token=read_tokens(token_file)[0])
 
 

@@ -52,10 +52,10 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     )
     parsed = parser.parse_args(arguments)
     name = parsed.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
-    config = load_config(parsed.config)
+    config = load_config(parsed.config, with_clients=False)
     configure_logging(name, config.telemetry.log_format, config.telemetry.log_level)
     settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=parsed.host)
-    settings = replace(settings, uuid=parsed.uuid, security=config.read_security())
+    settings = replace(settings, uuid=parsed.uuid, security=config.read_security(with_clients=False))
     if parsed.metrics_port is not None:
         settings = replace(settings, metrics_port=parsed.metrics_port)
     if parsed.without_faults:

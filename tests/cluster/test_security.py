@@ -111,7 +111,10 @@ def _is_served(guarded: Guarded, name: str) -> bool:
 def test_a_clients_token_controls_nothing(guarded: Guarded) -> None:
     found = statuses(guarded, Credentials(guarded.secrets.tls), CONTROL_CALLS, token=guarded.secrets.client_token)
     served = {name: status for name, status in found.items() if _is_served(guarded, name)}
-    assert set(served.values()) == {grpc.StatusCode.PERMISSION_DENIED}, served
+    own = {status for name, status in served.items() if name.startswith(guarded.cluster.address)}
+    workers = {status for name, status in served.items() if not name.startswith(guarded.cluster.address)}
+    assert own == {grpc.StatusCode.PERMISSION_DENIED}, served
+    assert workers == {grpc.StatusCode.UNAUTHENTICATED}, served  # they know no clients
     tls = replace(guarded.secrets.tls, certificate=None, key=None)
     with Operator(guarded.cluster.address, credentials=Credentials(tls, guarded.secrets.client_token)) as operator:
         assert operator.status().serving

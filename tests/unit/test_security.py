@@ -15,6 +15,8 @@ from loopline.cli.options import TOKEN_FILE_VARIABLE, shown_credentials
 from loopline.config import load_config
 from loopline.errors import ConfigError
 from loopline.security import NO_SECURITY, Credentials, read_client_tokens, read_tokens
+from loopline.worker.main import parse_worker_arguments
+from tests.support.golden import MODELS
 from tests.support.secrets import SecretSet
 
 TOKEN, OTHER = "t" * 32, "u" * 43
@@ -92,6 +94,17 @@ def test_a_bad_clients_file_names_the_line(tmp_path: Path, text: str, words: str
 
 def test_several_clients_have_names(tmp_path: Path) -> None:
     assert read_client_tokens(write(tmp_path / "c", f"kim: {TOKEN}\n# \nlee:{OTHER}")) == {"kim": TOKEN, "lee": OTHER}
+
+
+def test_clients_tokens_are_read_where_clients_are_served(tmp_path: Path, secrets: SecretSet) -> None:
+    section = {**secrets.section(), "client_tokens_file": str(tmp_path / "on-another-machine")}
+    config = config_of(tmp_path, section, model={"path": str(MODELS / "tiny-ouro")})
+    worker = parse_worker_arguments("decode", ["--config", str(config), "--coordinator", "node:1"]).settings.security
+    assert worker.access.cluster_tokens == (secrets.cluster_token,) and worker.access.client_tokens == {}
+    assert shown_credentials(config=config) == worker.credentials
+    with pytest.raises(ConfigError, match="security.client_tokens_file: .*no such file"):
+        load_config(config)
+    assert "no such file" in str(RUNNER.invoke(app, ["check", str(config)]).exception)
 
 
 def fault(tmp_path: Path, security: dict[str, Any], **sections: Any) -> str:
