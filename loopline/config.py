@@ -282,7 +282,8 @@ def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: {_yaml_fault(error)}") from error
     if not isinstance(raw, dict):
-        raise ConfigError(f"{file}: holds {raw!r}; allowed: a mapping with the keys {_keys(ClusterConfig)}")
+        held = "text" if isinstance(raw, str) else repr(raw)  # text may be that of a file of secrets
+        raise ConfigError(f"{file}: holds {held}; allowed: a mapping with the keys {_keys(ClusterConfig)}")
     raw.setdefault("name", file.stem)
     _resolve_paths(raw, file.resolve().parent)
     try:
@@ -290,7 +291,7 @@ def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig
         _check_secrets(config, datetime.datetime.now(datetime.UTC), with_clients)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        raise ConfigError(f"{file}: {_fault_text(fault['loc'], fault)}") from error
+        raise ConfigError(f"{file}: {_fault_text(fault['loc'], fault)}") from None  # its own text may hold a secret
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return config
@@ -325,7 +326,8 @@ def _fault_text(loc: tuple[int | str, ...], fault: Any) -> str:
         return f"{key}: no such key; allowed: {_keys(section)}"
     if fault["type"] == "missing":
         return f"{key} is missing; needed: {_allowed(section, name)}"
-    return f"{key} is {fault['input']!r}; allowed: {_allowed(section, name)}"
+    value = f"of type {type(fault['input']).__name__}" if loc[0] == "security" else repr(fault["input"])
+    return f"{key} is {value}; allowed: {_allowed(section, name)}"
 
 
 def _section_of(loc: tuple[int | str, ...]) -> tuple[type[Section], str]:

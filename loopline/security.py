@@ -5,6 +5,7 @@ Standard library only. `loopline.wire` makes channels and servers of these recor
 """
 
 import ipaddress
+import os
 import string
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -160,6 +161,18 @@ def _read(file: str | Path) -> bytes:
     try:
         return Path(file).read_bytes()
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file") from None
+        raise ConfigError(_missing(file)) from None
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from error
+        if not os.path.exists(file):  # its name is too long, as a PEM text is
+            raise ConfigError(_missing(file)) from None
+        raise ConfigError(f"{file}: cannot be read: {error.strerror or error}") from None
+
+
+def _missing(file: str | Path) -> str:
+    """That there is no such file; its name is not repeated where it is as long as a token, for it may be one."""
+    folder = name = os.path.abspath(file)
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
+        folder = os.path.dirname(folder)
+    if len(name.removeprefix(folder).lstrip("/")) < MIN_TOKEN_CHARS:
+        return f"{file}: no such file"
+    return f"no such file in {folder}; its name is not repeated here, for it is as long as a token"
