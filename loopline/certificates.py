@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -28,11 +29,17 @@ _SECRET, _PUBLIC = 0o600, 0o644
 
 
 def check_pair(tls: Tls, ca_file: str, cert_file: str, key_file: str, now: datetime.datetime) -> None:
-    """Raises ConfigError that names the file: not a certificate or key, not theirs, or not valid at `now`, with the
-    date."""
-    _check_dates(_load_certificate(tls.ca, ca_file), ca_file, now)
-    certificate = _load_certificate(tls.certificate or b"", cert_file)
-    _check_dates(certificate, cert_file, now)
+    """Raises ConfigError that names the file: not a certificate or key, not theirs, of none of the authorities, or not
+    valid at `now`, with the date. Of several authorities one that is valid is enough, if it is the certificate's."""
+    authorities = _load_certificates(tls.ca, ca_file)
+    valid = [authority for authority in authorities if _date_fault(authority, now) is None]
+    if not valid:
+        raise ConfigError(f"{ca_file}: {_date_fault(authorities[-1], now)}")
+    certificate, *between = _load_certificates(tls.certificate or b"", cert_file)
+    if (fault := _date_fault(certificate, now)) is not None:
+        raise ConfigError(f"{cert_file}: {fault}")
+    if not _is_of(certificate, between, valid):
+        raise ConfigError(f"{cert_file}: the certificate is of no authority in {ca_file} that is valid now")
     try:
         key = serialization.load_pem_private_key(tls.key or b"", password=None)
     except (ValueError, TypeError) as error:  # TypeError: it is encrypted
@@ -88,19 +95,41 @@ def write_development_set(
         raise OperatorError(f"{folder}: cannot be written: {error.strerror or error}") from error
 
 
-def _load_certificate(pem: bytes, file: str) -> x509.Certificate:
+def _load_certificates(pem: bytes, file: str) -> list[x509.Certificate]:
+    """All of a file, in its order; at least one."""
     try:
-        return x509.load_pem_x509_certificate(pem)
+        return x509.load_pem_x509_certificates(pem)
     except ValueError as error:
         raise ConfigError(f"{file}: is not a PEM certificate") from error
 
 
-def _check_dates(certificate: x509.Certificate, file: str, now: datetime.datetime) -> None:
+def _date_fault(certificate: x509.Certificate, now: datetime.datetime) -> str | None:
     begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > ends:
-        raise ConfigError(f"{file}: the certificate expired on {ends:%Y-%m-%d %H:%M} UTC")
+        return f"the certificate expired on {ends:%Y-%m-%d %H:%M} UTC"
     if now < begins:
-        raise ConfigError(f"{file}: the certificate is valid only from {begins:%Y-%m-%d %H:%M} UTC on")
+        return f"the certificate is valid only from {begins:%Y-%m-%d %H:%M} UTC on"
+    return None
+
+
+def _is_of(
+    certificate: x509.Certificate, between: Sequence[x509.Certificate], authorities: Sequence[x509.Certificate]
+) -> bool:
+    """Whether one of the authorities has issued it, by way of the certificates `between` or not, or is itself it."""
+    if certificate in authorities or any(_has_issued(authority, certificate) for authority in authorities):
+        return True
+    return any(
+        _has_issued(issuer, certificate) and _is_of(issuer, [*between[:at], *between[at + 1 :]], authorities)
+        for at, issuer in enumerate(between)
+    )
+
+
+def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool:
+    try:
+        certificate.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, InvalidSignature):  # another name, no key that signs, another key
+        return False
+    return True
 
 
 def _draft(

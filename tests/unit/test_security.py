@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
-from loopline.certificates import CA_KEY_FILE, CERT_FILE, CLIENT_TOKEN_FILE, CLIENT_TOKENS_FILE, KEY_FILE
+from loopline.certificates import CA_FILE, CA_KEY_FILE, CERT_FILE, CLIENT_TOKEN_FILE, CLIENT_TOKENS_FILE, KEY_FILE
 from loopline.cli.main import app
 from loopline.cli.options import TOKEN_FILE_VARIABLE, shown_credentials
 from loopline.config import load_config
@@ -137,6 +140,32 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, secrets: SecretSet) -> No
     assert "'kim' has the cluster's own token" in said and secrets.cluster_token not in said
 
 
+@pytest.mark.parametrize(
+    "security",
+    [
+        {"client_tokens_file": {"web": TOKEN}},
+        {"client_tokens_file": [TOKEN], "cluster_token_file": "x"},
+        {"cluster_token_file": TOKEN},
+        {"cluster_token_file": f"tt/tt/{TOKEN[:28]}"},  # a token may hold slashes
+        {"tls": TOKEN},
+        {"tls": {"ca_file": f"-----BEGIN CERTIFICATE-----\n{TOKEN * 20}\n", "cert_file": "c", "key_file": "k"}},
+        TOKEN,
+    ],
+)
+def test_a_secret_in_place_of_its_file_is_not_repeated(tmp_path: Path, security: Any) -> None:
+    said = fault(tmp_path, security)
+    assert "security" in said and "ttt" not in said
+    assert "; allowed: " in said or "no such file in" in said
+
+
+def test_a_secret_in_place_of_any_other_file_is_not_repeated(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds text; allowed: a mapping") as as_config:
+        load_config(write(tmp_path / "token", TOKEN))
+    with pytest.raises(ConfigError, match="no such file in") as as_file:
+        read_tokens(TOKEN)
+    assert "ttt" not in f"{as_config.value}{as_file.value}"
+
+
 def test_a_certificate_of_no_use_is_said_at_start(tmp_path: Path, secrets: SecretSet) -> None:
     old = SecretSet(tmp_path / "old", days=2, age_days=9)
     assert "ca.pem: the certificate expired on 20" in fault(tmp_path, {"tls": old.section()["tls"]})
@@ -148,6 +177,40 @@ def test_a_certificate_of_no_use_is_said_at_start(tmp_path: Path, secrets: Secre
     assert "allowed: a PEM file" in fault(tmp_path, {"tls": no_key})
     broken = write(tmp_path / "broken", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     assert "broken: is not a PEM certificate" in fault(tmp_path, {"tls": {**tls, "cert_file": str(broken)}})
+
+
+def test_two_authorities_while_one_follows_the_other(tmp_path: Path, secrets: SecretSet) -> None:
+    others = {"old": SecretSet(tmp_path / "old", days=2, age_days=9), "next": SecretSet(tmp_path / "next")}
+    tls: Any = secrets.section()["tls"]
+    ours = secrets.tls.ca.decode()
+    for order in (("old", ours), (ours, "old"), ("next", ours), (ours, "next")):
+        text = "".join(others[one].tls.ca.decode() if one in others else one for one in order)
+        both = str(write(tmp_path / "both.pem", text))
+        load_config(config_of(tmp_path, {"tls": {**tls, "ca_file": both}}))
+    said = fault(tmp_path, {"tls": {**tls, "ca_file": others["next"].path(CA_FILE)}})
+    assert "cert.pem: the certificate is of no authority in" in said and "next/ca.pem" in said
+    expired = others["old"].tls.ca.decode()
+    none_valid = str(write(tmp_path / "none.pem", expired + expired))
+    assert "none.pem: the certificate expired on 20" in fault(tmp_path, {"tls": {**tls, "ca_file": none_valid}})
+
+
+def test_a_certificate_of_an_authority_between(tmp_path: Path, secrets: SecretSet) -> None:
+    """The pair's file holds the chain: its own certificate, and that of whoever issued it."""
+    between = SecretSet(tmp_path / "between")
+    top_key = serialization.load_pem_private_key(Path(secrets.path(CA_KEY_FILE)).read_bytes(), password=None)
+    top, issuer = (x509.load_pem_x509_certificate(one.tls.ca) for one in (secrets, between))
+    assert isinstance(top_key, ec.EllipticCurvePrivateKey)
+    crossed = (
+        x509.CertificateBuilder(top.subject, issuer.subject, issuer.public_key(), x509.random_serial_number())
+        .not_valid_before(issuer.not_valid_before_utc)
+        .not_valid_after(issuer.not_valid_after_utc)
+        .sign(top_key, hashes.SHA256())
+    )
+    own = Path(between.path(CERT_FILE)).read_text(encoding="utf-8")
+    chain = write(tmp_path / "chain.pem", own + crossed.public_bytes(serialization.Encoding.PEM).decode())
+    tls = {"ca_file": secrets.path(CA_FILE), "cert_file": str(chain), "key_file": between.path(KEY_FILE)}
+    load_config(config_of(tmp_path, {"tls": tls}))
+    assert "of no authority" in fault(tmp_path, {"tls": {**tls, "cert_file": between.path(CERT_FILE)}})
 
 
 def test_a_secret_that_others_can_read_is_warned_of(
