@@ -44,7 +44,6 @@ _INITIAL_STATES = {
 }
 _ERRORS: Mapping[grpc.StatusCode, type[LooplineError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: RequestRefused,
     grpc.StatusCode.UNAUTHENTICATED: AccessRefused,
@@ -179,8 +178,11 @@ def _value(hint: Any, value: Any) -> Any:
     return value
 
 
-def error_of(error: Any, address: str, accepted: bool) -> LooplineError:
-    """The error that the coordinator named in the call's trailing metadata, else what the status means."""
+def error_of(
+    error: Any, address: str, accepted: bool, *, too_large: type[LooplineError] = OperatorError
+) -> LooplineError:
+    """The error that the coordinator named in the call's trailing metadata, else what the status means. `too_large`: of
+    a message past either side's limit, which gRPC itself refuses."""
     code, text = error.code(), error.details() or error.code().name
     metadata = dict(error.trailing_metadata() or ())
     named = _NAMED.get(metadata.get(ERROR_KEY))
@@ -194,6 +196,8 @@ def error_of(error: Any, address: str, accepted: bool) -> LooplineError:
         return CoordinatorUnreachable(
             f"no coordinator answers at {address}; is the cluster running? `loopline launch` says where ({text})"
         )
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return too_large(text)
     return _ERRORS.get(code, PeerError)(text if code in _ERRORS else f"{code.name}: {text}")
 
 

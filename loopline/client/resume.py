@@ -13,7 +13,7 @@ import grpc
 
 from loopline.client.convert import error_of, generate_request
 from loopline.client.records import Accepted, Chunk, Event, Finished
-from loopline.errors import DeadlineExceeded, Overloaded, RequestRefused, WorkerLost
+from loopline.errors import DeadlineExceeded, Overloaded, RequestRefused, RequestTooLarge, WorkerLost
 from loopline.intake import RequestOptions
 from loopline.wire.channel import ERROR_KEY
 
@@ -93,7 +93,7 @@ class Answer:
     def pause_s(self, error: Any, now_s: float) -> float:
         """How long to wait before the next call, after this one ended in a grpc.RpcError. Raises the error of
         `loopline.errors` that the user should see where there is to be none."""
-        failure = error_of(error, self._address, self._accepted is not None)
+        failure = error_of(error, self._address, self._accepted is not None, too_large=RequestTooLarge)
         if not self._is_resumable(error):
             raise failure
         if self._broken_s is None or now_s - self._called_s >= RETURN_S:

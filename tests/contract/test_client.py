@@ -189,7 +189,8 @@ def test_closing_the_iterator_cancels(server: tuple[ScriptedServer, str], flavou
     ("label", "kind"),
     [
         ("fail INVALID_ARGUMENT", InvalidRequest),
-        ("fail RESOURCE_EXHAUSTED", Overloaded),
+        ("fail RESOURCE_EXHAUSTED", RequestTooLarge),
+        ("fail RESOURCE_EXHAUSTED Overloaded", Overloaded),
         ("fail UNAVAILABLE", CoordinatorUnreachable),
         ("fail UNAVAILABLE RequestRefused", RequestRefused),
         ("fail UNAVAILABLE WorkerLost", WorkerLost),
