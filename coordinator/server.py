@@ -149,7 +149,7 @@ async def serve(options: ServerOptions) -> None:
     port = config.coordinator.port if options.port is None else options.port
     host = config.coordinator.host
     address = join_address(_EVERY_HOST.get(host, host), bind(server, host, port, access=access))
-    if not (access.cluster_tokens or is_loopback_host(host)):
+    if _is_anybodys(access, host):
         _LOG.warning("whoever reaches %s controls this cluster: security.cluster_token_file is not set", address)
     if config.telemetry.metrics_port is not None:
         serve_metrics(dispatcher, host, config.telemetry.metrics_port)
@@ -178,6 +178,11 @@ async def serve(options: ServerOptions) -> None:
             helper.cancel()
     if tracing is not None:
         await asyncio.to_thread(tracing.close)
+
+
+def _is_anybodys(access: Access, host: str) -> bool:
+    """Whether somebody on another machine may control the cluster without a token or a certificate."""
+    return not (access.cluster_tokens or access.require_client_certificate or is_loopback_host(host))
 
 
 def _read_epoch(listen_file: Path) -> int:
