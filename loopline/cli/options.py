@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from dataclasses import replace
@@ -80,7 +81,9 @@ def shown_credentials(
     *,
     token_file: Annotated[
         Path | None,
-        typer.Option("--token-file", metavar="FILE", envvar=TOKEN_FILE_VARIABLE, help="File with the token to show."),
+        typer.Option(
+            "--token-file", metavar="FILE", help=f"File with the token to show; else that in {TOKEN_FILE_VARIABLE}."
+        ),
     ] = None,
     ca_file: Annotated[
         Path | None, typer.Option("--ca-file", metavar="FILE", help="CA certificate of the coordinator; turns TLS on.")
@@ -94,14 +97,22 @@ def shown_credentials(
         typer.Option("--config", metavar="CONFIG", help="Cluster YAML, whose section security has all of these."),
     ] = None,
 ) -> Credentials:
-    """What to show to the coordinator; a token file that is named goes before the one of `config`. Raises ConfigError
-    for a file that is wrong, typer.BadParameter for files beside a `config`."""
+    """What to show to the coordinator; a token file that the command line names goes before the one of `config`, and
+    that goes before the environment's. Raises ConfigError for a file that is wrong, typer.BadParameter for files beside
+    a `config`."""
     if config is None:
+        token_file = token_file or _file_of_the_environment()
         return Credentials.from_files(ca_file=ca_file, cert_file=cert_file, key_file=key_file, token_file=token_file)
     if ca_file is not None or cert_file is not None or key_file is not None:
         raise typer.BadParameter("give either --config or --ca-file, --cert-file and --key-file")
     found = load_config(config, with_clients=False).read_security(with_clients=False).credentials
     return found if token_file is None else replace(found, token=read_tokens(token_file)[0])
+
+
+def _file_of_the_environment() -> Path | None:
+    """Not the option's own `envvar`, which could not be told from what the command line names."""
+    file = os.environ.get(TOKEN_FILE_VARIABLE)
+    return Path(file) if file else None
 
 
 def request_options(
