@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from typer.testing import CliRunner
 
+from coordinator.server import _is_anybodys
 from loopline.certificates import CA_FILE, CA_KEY_FILE, CERT_FILE, CLIENT_TOKEN_FILE, CLIENT_TOKENS_FILE, KEY_FILE
 from loopline.cli.main import app
-from loopline.cli.options import TOKEN_FILE_VARIABLE, shown_credentials
+from loopline.cli.options import TOKEN_FILE_VARIABLE, shown_credentials, with_credentials
 from loopline.config import load_config
 from loopline.errors import ConfigError
-from loopline.security import NO_SECURITY, Credentials, read_client_tokens, read_tokens
+from loopline.security import NO_SECURITY, Access, Credentials, read_client_tokens, read_tokens
 from loopline.worker.main import parse_worker_arguments
 from tests.support.golden import MODELS
 from tests.support.secrets import SecretSet
@@ -105,7 +107,7 @@ def test_clients_tokens_are_read_where_clients_are_served(tmp_path: Path, secret
     worker = parse_worker_arguments("decode", ["--config", str(config), "--coordinator", "node:1"]).settings.security
     assert worker.access.cluster_tokens == (secrets.cluster_token,) and worker.access.client_tokens == {}
     assert shown_credentials(config=config) == worker.credentials
-    with pytest.raises(ConfigError, match="security.client_tokens_file: .*no such file"):
+    with pytest.raises(ConfigError, match=r"security\.client_tokens_file: .*no such file"):
         load_config(config)
     assert "no such file" in str(RUNNER.invoke(app, ["check", str(config)]).exception)
 
@@ -250,5 +252,35 @@ def test_a_commands_credentials_come_from_files_or_a_configuration(tmp_path: Pat
     arguments = ["status", "--address", "192.0.2.1:5"]
     refused = RUNNER.invoke(app, arguments, env={TOKEN_FILE_VARIABLE: str(token)})
     assert "no token is sent to 192.0.2.1:5 without TLS" in str(refused.exception)
+    told = RUNNER.invoke(app, [*arguments, "--token-file", str(token)], env={TOKEN_FILE_VARIABLE: str(tmp_path / "no")})
+    assert "no token is sent to 192.0.2.1:5 without TLS" in str(told.exception)
     both = RUNNER.invoke(app, [*arguments, "--config", str(config), "--ca-file", str(config)])
     assert both.exit_code == 2
+
+
+def test_a_configuration_goes_before_the_environment(tmp_path: Path, secrets: SecretSet) -> None:
+    shown: list[Credentials] = []
+    probe = typer.Typer()
+
+    @probe.command()
+    @with_credentials
+    def command(*, credentials: Credentials) -> None:
+        shown.append(credentials)
+
+    config, token = str(config_of(tmp_path, secrets.section())), secrets.path(CLIENT_TOKEN_FILE)
+    for arguments in (["--config", config], ["--config", config, "--token-file", token], []):
+        assert RUNNER.invoke(probe, arguments, env={TOKEN_FILE_VARIABLE: token}).exit_code == 0
+    assert [one.token for one in shown] == [secrets.cluster_token, secrets.client_token, secrets.client_token]
+
+
+@pytest.mark.parametrize(
+    ("access", "host", "is_open"),
+    [
+        (Access(), "0.0.0.0", True),
+        (Access(), "127.0.0.1", False),
+        (Access(cluster_tokens=(TOKEN,)), "0.0.0.0", False),
+        (Access(require_client_certificate=True), "0.0.0.0", False),
+    ],
+)
+def test_a_cluster_that_anybody_controls(access: Access, host: str, is_open: bool) -> None:
+    assert _is_anybodys(access, host) is is_open
