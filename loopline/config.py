@@ -254,8 +254,8 @@ def _check_secrets(config: ClusterConfig, now: datetime.datetime, with_clients: 
             )
 
 
-def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
-    """Make relative paths absolute; what is no path is left for the schema to name."""
+def resolve_paths(raw: dict[str, Any], folder: Path) -> None:
+    """Make the relative paths of a YAML file in `folder` absolute; what is no path is left for the schema to name."""
     security = raw.get("security")
     tls = security.get("tls") if isinstance(security, dict) else None
     places: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -285,7 +285,7 @@ def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig
         held = "text" if isinstance(raw, str) else repr(raw)  # text may be that of a file of secrets
         raise ConfigError(f"{file}: holds {held}; allowed: a mapping with the keys {_keys(ClusterConfig)}")
     raw.setdefault("name", file.stem)
-    _resolve_paths(raw, file.resolve().parent)
+    resolve_paths(raw, file.resolve().parent)
     try:
         config = ClusterConfig.model_validate(raw)
         _check_secrets(config, datetime.datetime.now(datetime.UTC), with_clients)

@@ -16,7 +16,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from loopline.errors import Overloaded
+from loopline.errors import OperatorError, Overloaded
+from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import ERROR_KEY, open_channel
 
@@ -47,9 +48,16 @@ class Asked:
 class Asker:
     """Asks one kind of request over and over: `prompt_tokens` ids, `max_tokens` tokens, a deadline."""
 
-    def __init__(self, address: str, prompt_tokens: int, max_tokens: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        prompt_tokens: int,
+        max_tokens: int,
+        deadline_s: float,
+        credentials: Credentials = NO_CREDENTIALS,
+    ) -> None:
         stub: Any = loopline_pb2_grpc.LooplineStub
-        self._channels = [open_channel(address) for _ in range(_CHANNELS)]
+        self._channels = [open_channel(address, credentials) for _ in range(_CHANNELS)]
         self._stubs = itertools.cycle([stub(channel) for channel in self._channels])
         self._deadline_s = deadline_s
         ids = [97 + index % 26 for index in range(prompt_tokens)]
@@ -98,26 +106,36 @@ async def offer(asker: Asker, rate: float, seconds: float) -> list[Asked]:
 
 
 async def find_capacity(asker: Asker, num_clients: int, seconds: float) -> float:
-    """Requests a second of so many clients that ask without a pause; the first third of the time does not count."""
+    """Requests a second of so many clients that ask without a pause; the first third of the time does not count.
+
+    Raises OperatorError where none finished in what counts, with the last failure.
+    """
     loop = asyncio.get_running_loop()
     begin_s = loop.time()
     ends: list[float] = []
+    last_fate = "none ended"
 
     async def client() -> None:
+        nonlocal last_fate
         while loop.time() < begin_s + seconds:
             asked = await asker.ask(loop.time())
             if asked.fate is Fate.FINISHED:
                 ends.append(asked.ended_s)
+            last_fate = f"the last one: {asked.fate}{asked.why and f', {asked.why}'}"
 
     await asyncio.gather(*(client() for _ in range(num_clients)))
     counted = [end_s for end_s in ends if begin_s + seconds / 3 < end_s <= begin_s + seconds]
+    if not counted:
+        raise OperatorError(
+            f"no request finished in {seconds * 2 / 3:.3g} s, so there is nothing to measure; {last_fate}"
+        )
     return len(counted) / (seconds * 2 / 3)
 
 
 def figures(asked: Sequence[Asked], seconds: float, warm_s: float) -> dict[str, Any]:
     """Counts, and times in milliseconds. Throughput is of those that finished in time between `warm_s` and `seconds`
     after the first moment."""
-    begin_s = min(one.due_s for one in asked)
+    begin_s = min((one.due_s for one in asked), default=0.0)
     of = {fate: [one for one in asked if one.fate is fate] for fate in Fate}
     counted = [one for one in of[Fate.FINISHED] if begin_s + warm_s < one.ended_s <= begin_s + seconds]
     return {

@@ -22,14 +22,16 @@ from loopline.bench.offered_load import Asked, Asker, CpuShare, figures, find_ca
 from loopline.bench.scripted_worker import STEP_VARIABLE
 from loopline.bench.slow_reader import measure_readers
 from loopline.client import AsyncClient
-from loopline.config import load_config
-from loopline.errors import CheckpointError
+from loopline.config import load_config, resolve_paths
+from loopline.errors import CheckpointError, OperatorError
 from loopline.identity import Role
+from loopline.security import NO_CREDENTIALS, Credentials
 
 SCRIPTED_MODULE = "loopline.bench.scripted_worker"
 _SERVING_S = 120.0
 _CLIENTS_PER_SLOT = 2
 _IDLE_POLL_S = 0.1
+_IDLE_SPARE_S = 60.0  # past the deadlines of what was asked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,27 +54,32 @@ class OverloadBench:
     pause_s: float = 30.0
 
 
-async def measure(bench: OverloadBench, command: str, say: Callable[[str], None]) -> dict[str, Any]:
-    """The report. Raises OperatorError kinds where no cluster can be had."""
+async def measure(
+    bench: OverloadBench, command: str, say: Callable[[str], None], credentials: Credentials = NO_CREDENTIALS
+) -> dict[str, Any]:
+    """The report. `credentials`: to show to the cluster at `address`; one that is launched has its own. Raises
+    OperatorError kinds where no cluster can be had, and where it finishes nothing."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loopline-bench-")))
         address, pid, slots = bench.address, None, bench.slots
         if address is None:
             config = _write_config(bench, folder)
-            slots = load_config(config).decode.max_running * load_config(config).decode.replicas
+            decode = load_config(config).decode
+            slots = decode.max_running * decode.replicas
             os.environ[STEP_VARIABLE] = str(bench.step_s)  # the launcher's children inherit it
             modules = WORKER_MODULES if bench.config is not None else dict.fromkeys(Role, SCRIPTED_MODULE)
             launcher = LocalLauncher(config, run_dir=folder / "run", port=0, worker_modules=modules)
             await stack.enter_async_context(launcher)
             await launcher.wait_serving(_SERVING_S)
             address, pid = launcher.address, launcher.pids["coordinator"]
-        asker = Asker(address, bench.prompt_tokens, bench.max_tokens, bench.deadline_s)
+            credentials = launcher.credentials
+        asker = Asker(address, bench.prompt_tokens, bench.max_tokens, bench.deadline_s, credentials)
         stack.push_async_callback(asker.close)
-        cluster = await stack.enter_async_context(AsyncClient(address))
+        cluster = await stack.enter_async_context(AsyncClient(address, credentials=credentials))
         say("measuring what the cluster can take")
         capacity = await find_capacity(asker, _CLIENTS_PER_SLOT * slots, max(3.0, bench.seconds / 4))
         arms = await _take_turns(bench, asker, cluster, capacity, pid, say)
-        readers = await measure_readers(address, bench, say) if bench.readers else None
+        readers = await measure_readers(address, credentials, bench, say) if bench.readers else None
     return {
         "machine": machine() | {"command": command},
         "bench": {name: str(value) if isinstance(value, Path) else value for name, value in asdict(bench).items()},
@@ -94,7 +101,7 @@ async def _take_turns(
     await offer(asker, capacity * max(bench.times), min(5.0, bench.seconds))  # what grows once has grown
     for number in range(bench.rounds):
         for times in bench.times:
-            await _until_idle(cluster)
+            await _until_idle(cluster, bench.deadline_s + _IDLE_SPARE_S)
             say(f"round {number + 1} of {bench.rounds}: {times:g} times {capacity:.3g} requests/s")
             turns.append(await _turn(bench, asker, times, capacity * times, pid))
     return turns
@@ -123,18 +130,23 @@ def _warm_s(bench: OverloadBench) -> float:
     return min(bench.deadline_s, bench.seconds / 4)
 
 
-async def _until_idle(cluster: AsyncClient) -> None:
-    while (status := await cluster.status()).queued or status.running:  # noqa: ASYNC110 - another process has the state
+async def _until_idle(cluster: AsyncClient, limit_s: float) -> None:
+    """Until nothing waits or runs. Raises OperatorError where something still does after `limit_s`."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + limit_s
+    while (status := await cluster.status()).queued or status.running:
+        if loop.time() >= end_s:
+            held = f"{status.queued} requests wait and {status.running} run"
+            raise OperatorError(f"{held} {limit_s:g} s after the bench's last one; does somebody else use the cluster?")
         await asyncio.sleep(_IDLE_POLL_S)  # back-off
 
 
 def _write_config(bench: OverloadBench, folder: Path) -> Path:
-    """The configuration with the bench's queue, any free port and a path that holds from `folder`."""
+    """The configuration with the bench's queue, any free port and paths that hold from `folder`."""
     if bench.config is not None:
         load_config(bench.config)  # its faults are named as they are elsewhere
         sections = yaml.safe_load(bench.config.read_text(encoding="utf-8"))
-        path = Path(sections["model"]["path"])
-        sections["model"]["path"] = str((bench.config.parent / path).resolve())
+        resolve_paths(sections, bench.config.resolve().parent)
     else:
         if bench.model is None:
             raise CheckpointError("scripted workers need a checkpoint folder, for its config.json and tokenizer alone")

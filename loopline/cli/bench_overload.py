@@ -12,6 +12,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from loopline.cli.options import with_credential_files
+from loopline.security import Credentials
+
 _Config = Annotated[
     Path | None, typer.Option("--config", metavar="CONFIG", help="Launch this cluster, not scripted workers.")
 ]
@@ -27,8 +30,10 @@ _Json = Annotated[
 ]
 
 
+@with_credential_files
 def overload(
     *,
+    credentials: Credentials,
     config: _Config = None,
     address: _Address = None,
     model: _Model = None,
@@ -71,7 +76,7 @@ def overload(
         pause_s=pause,
     )
     command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    report = asyncio.run(measure(bench, command, _say))
+    report = asyncio.run(measure(bench, command, _say, credentials))
     if json_path not in (None, "-"):
         Path(str(json_path)).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if json_path == "-":
@@ -108,7 +113,7 @@ def _show(report: dict[str, Any]) -> None:
     if report["readers"] is not None:
         readers = report["readers"]
         for name in ("all_read", "one_stops"):
-            spread = readers[f"{name}_ms"]
+            spread = readers[f"{name}_ms"] or {}
             figures = ", ".join(f"{key} {value:.1f}" for key, value in spread.items())
             console.print(f"{readers['readers']} readers, {name.replace('_', ' ')}: ms between tokens: {figures}")
 

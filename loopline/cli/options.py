@@ -51,6 +51,11 @@ def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
     return _with_options_of(request_options, command, "options")
 
 
+def with_credential_files(command: Callable[..., None]) -> Callable[..., None]:
+    """As `with_credentials`, for a command that has a `--config` of its own."""
+    return _with_options_of(credential_files, command, "credentials")
+
+
 def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of `shown_credentials` in place of its parameter `credentials`."""
     return _with_options_of(shown_credentials, command, "credentials")
@@ -77,21 +82,35 @@ def _with_options_of(make: Callable[..., Any], command: Callable[..., None], nam
     return wrapper
 
 
+_TokenFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file", metavar="FILE", help=f"File with the token to show; else that in {TOKEN_FILE_VARIABLE}."
+    ),
+]
+_CaFile = Annotated[
+    Path | None, typer.Option("--ca-file", metavar="FILE", help="CA certificate of the coordinator; turns TLS on.")
+]
+_CertFile = Annotated[
+    Path | None, typer.Option("--cert-file", metavar="FILE", help="Certificate to show, where one is asked for.")
+]
+_KeyFile = Annotated[Path | None, typer.Option("--key-file", metavar="FILE", help="Its private key.")]
+
+
+def credential_files(
+    *, token_file: _TokenFile = None, ca_file: _CaFile = None, cert_file: _CertFile = None, key_file: _KeyFile = None
+) -> Credentials:
+    """What to show to the coordinator, of files alone. Raises ConfigError for a file that is wrong."""
+    token_file = token_file or _file_of_the_environment()
+    return Credentials.from_files(ca_file=ca_file, cert_file=cert_file, key_file=key_file, token_file=token_file)
+
+
 def shown_credentials(
     *,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--token-file", metavar="FILE", help=f"File with the token to show; else that in {TOKEN_FILE_VARIABLE}."
-        ),
-    ] = None,
-    ca_file: Annotated[
-        Path | None, typer.Option("--ca-file", metavar="FILE", help="CA certificate of the coordinator; turns TLS on.")
-    ] = None,
-    cert_file: Annotated[
-        Path | None, typer.Option("--cert-file", metavar="FILE", help="Certificate to show, where one is asked for.")
-    ] = None,
-    key_file: Annotated[Path | None, typer.Option("--key-file", metavar="FILE", help="Its private key.")] = None,
+    token_file: _TokenFile = None,
+    ca_file: _CaFile = None,
+    cert_file: _CertFile = None,
+    key_file: _KeyFile = None,
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="CONFIG", help="Cluster YAML, whose section security has all of these."),
@@ -101,8 +120,7 @@ def shown_credentials(
     that goes before the environment's. Raises ConfigError for a file that is wrong, typer.BadParameter for files beside
     a `config`."""
     if config is None:
-        token_file = token_file or _file_of_the_environment()
-        return Credentials.from_files(ca_file=ca_file, cert_file=cert_file, key_file=key_file, token_file=token_file)
+        return credential_files(token_file=token_file, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
     if ca_file is not None or cert_file is not None or key_file is not None:
         raise typer.BadParameter("give either --config or --ca-file, --cert-file and --key-file")
     found = load_config(config, with_clients=False).read_security(with_clients=False).credentials

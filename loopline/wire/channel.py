@@ -6,6 +6,7 @@ Used by the coordinator, the workers and the client. No message of ours is known
 import errno
 import functools
 import socket
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -62,13 +63,18 @@ def make_server(access: Access = OPEN_ACCESS, max_message_bytes: int = DEFAULT_M
 
 
 def open_channel(
-    address: str, credentials: Credentials = NO_CREDENTIALS, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES
+    address: str,
+    credentials: Credentials = NO_CREDENTIALS,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    *,
+    extra_options: Sequence[Option] = (),
 ) -> grpc.aio.Channel:
-    """A grpc.aio channel to HOST:PORT. It connects when first used and reconnects by itself.
+    """A grpc.aio channel to HOST:PORT, with `extra_options` besides the usual ones. It connects when first used and
+    reconnects by itself.
 
     Raises ConfigError where a token would go over a network without TLS.
     """
-    options = channel_options(max_message_bytes)
+    options = [*channel_options(max_message_bytes), *extra_options]
     _require_privacy(address, credentials)
     if credentials.tls is None:
         channel = grpc.aio.insecure_channel(address, options=options)

@@ -3,17 +3,28 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
+import yaml
+from typer.testing import CliRunner
 
-from loopline.bench.offered_load import Asked, Fate, figures
-from loopline.bench.overload import OverloadBench, measure
+from loopline.bench.offered_load import Asked, Fate, figures, find_capacity
+from loopline.bench.overload import OverloadBench, _until_idle, _write_config, measure
 from loopline.bench.scripted_worker import Script, make_row, token_at
+from loopline.bench.slow_reader import _read
 from loopline.cli.bench_overload import _show
-from loopline.errors import CheckpointError
+from loopline.cli.main import app
+from loopline.config import load_config
+from loopline.errors import CheckpointError, OperatorError
 from loopline.identity import BlockRun, HandoffKey, WorkerId
 from loopline.messages import Bind, Cancel, Granted, Reserve, Reserved, StepTokens
+from loopline.wire._generated.loopline.v1 import loopline_pb2
+from loopline.wire.channel import ERROR_KEY
+from tests.support.secrets import SecretSet
 from tests.unit.coordinator.builders import peer, request
 
 MODEL = Path(__file__).parents[3] / "configs" / "models" / "tiny-ouro"
@@ -49,7 +60,7 @@ def test_every_reader_has_all_its_tokens(report: Any) -> None:
 def test_it_is_shown(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _show(report)
     shown = capsys.readouterr().out
-    assert "refusals, ms" in shown and "3 readers, one stops" in shown
+    assert "refusals, ms" in shown and "2 readers, one stops" in shown
 
 
 def test_scripted_workers_need_a_folder() -> None:
@@ -86,3 +97,73 @@ def test_a_scripted_worker_computes_what_it_was_bound_for() -> None:
     script.obey(Reserve(key, asked, 9.0))
     script.obey(Cancel(key, None))  # type: ignore[arg-type]
     assert script.obey(Bind(key, writer)) == []
+
+
+class FailingAsker:
+    """Every request of it fails at once."""
+
+    async def ask(self, due_s: float) -> Asked:
+        await asyncio.sleep(0)
+        return Asked(due_s, due_s, due_s, Fate.FAILED, "UNAUTHENTICATED: no token")
+
+
+def test_a_cluster_that_finishes_nothing_is_said() -> None:
+    asker: Any = FailingAsker()
+    with pytest.raises(OperatorError, match=r"no request finished in .*failed, UNAUTHENTICATED: no token"):
+        asyncio.run(find_capacity(asker, 1, 0.01))
+    assert figures([], seconds=2.0, warm_s=1.0)["offered"] == 0
+
+
+def test_a_cluster_that_is_never_idle_is_said() -> None:
+    class Busy:
+        async def status(self) -> Any:
+            return SimpleNamespace(queued=3, running=2)
+
+    cluster: Any = Busy()
+    with pytest.raises(OperatorError, match="3 requests wait and 2 run"):
+        asyncio.run(_until_idle(cluster, 0.01))
+
+
+def test_a_launched_configuration_keeps_its_files(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    secrets = SecretSet(tmp_path / "set")
+    section = yaml.safe_load(yaml.safe_dump(secrets.section()).replace(f"{tmp_path}/", ""))
+    config = tmp_path / "c.yaml"
+    config.write_text(yaml.safe_dump({"model": {"path": "m"}, "security": section}), encoding="utf-8")
+    written = load_config(_write_config(OverloadBench(config=config), tmp_path / "run"))
+    assert written.read_security().access.client_tokens == {"client": secrets.client_token}
+    assert written.model.path == str(tmp_path / "m")
+
+
+class EndedCall:
+    """A stream of three tokens that ends with a status."""
+
+    def __init__(self, name: str) -> None:
+        self._left = 3
+        metadata = grpc.aio.Metadata((ERROR_KEY, name))
+        self._error = grpc.aio.AioRpcError(grpc.StatusCode.ABORTED, grpc.aio.Metadata(), metadata, "why")
+
+    async def read(self) -> Any:
+        if not self._left:
+            raise self._error
+        self._left -= 1
+        return loopline_pb2.GenerateEvent(chunk={"tokens": [{"id": 5}]})
+
+
+def test_a_reader_that_is_ended_for_its_pause_is_a_result() -> None:
+    async def read(name: str, stops: bool) -> tuple[int, bool]:
+        go_on = asyncio.Event()
+        go_on.set()
+        _, late, is_ended = await _read(EndedCall(name), go_on if stops else None)
+        return late, is_ended
+
+    assert asyncio.run(read("NotRead", True)) == (1, True)
+    for name, stops in (("NotRead", False), ("WorkerLost", True)):
+        with pytest.raises(grpc.aio.AioRpcError):
+            asyncio.run(read(name, stops))
+
+
+def test_files_go_with_an_address(tmp_path: Path) -> None:
+    arguments = ["bench", "overload", "--address", "192.0.2.1:5", "--token-file", str(tmp_path / "token")]
+    (tmp_path / "token").write_text("t" * 32, encoding="utf-8")
+    assert "no token is sent to 192.0.2.1:5 without TLS" in str(CliRunner().invoke(app, arguments).exception)
