@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client.core import Metric
 
+from coordinator.effects import Ending
 from coordinator.metrics import CoordinatorMetrics, collect_cluster
 from coordinator.snapshot import ClusterSnapshot
 from kvtransfer.push_counts import PushCounts
@@ -81,6 +82,12 @@ def test_every_metric_is_documented() -> None:
     rows = re.findall(r"^\| `(loopline_\w+)` \| (\w+) \|([^|]*)\| ([^|]+) \|$", text, re.MULTILINE)
     documented = [(name, kind, tuple(re.findall(r"`(\w+)`", labels)), what) for name, kind, labels, what in rows]
     assert sorted(documented) == sorted(map(as_row, EVERY.values()))
+
+
+def test_every_ending_is_documented() -> None:
+    text = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^`ending`: ([^.]+)\.", text, re.MULTILINE)
+    assert [word.strip() for word in listed.split(",")] == [ending.value for ending in Ending]
 
 
 def dashboard() -> dict[str, Any]:
