@@ -278,7 +278,7 @@ class Dispatcher:
     ) -> None:
         if isinstance(message, Reserved | Granted | RequestFailed) and message.cause in _REFUSALS:
             self._registry.refused(worker)
-        if isinstance(message, Reserved | Granted):
+        if isinstance(message, Reserved | Granted | LocalPrefillStarted):
             self._traces.answered(message)
         match message:
             case Reserved():

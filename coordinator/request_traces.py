@@ -3,23 +3,33 @@
 request (from arrival to end; its parent is the client's)
  |- queued                          until a decode worker is asked; again after each attempt that came to nothing
  |- attempt                         from that question to its end, by a new one for every recovery
- |   |- reserve, bind               the decode worker's two answers
+ |   |- reserve, bind, start_local  the decode worker's answers: to reserve, then to one of the others
  |   '- prefill, handoff, decode    the workers' own spans
 """
 
 from dataclasses import dataclass, replace
 
 from coordinator.effects import Ending, Outcome
-from loopline.messages import Bind, CoordinatorMessage, Granted, Reserve, Reserved, StartPrefill
+from loopline.messages import (
+    Bind,
+    CoordinatorMessage,
+    Granted,
+    LocalPrefillStarted,
+    Reserve,
+    Reserved,
+    StartLocalPrefill,
+    StartPrefill,
+)
 from loopline.request import Request
 from loopline.telemetry.traces import Span, Tracing
 
+_QUESTIONS = {Reserve: "reserve", Bind: "bind", StartLocalPrefill: "start_local"}
 _NO_FAULT = (Ending.FINISHED, Ending.CANCELLED)
 
 
 @dataclass
 class _Way:
-    """One request's open spans. `question`: reserve or bind, while it is not answered."""
+    """One request's open spans. `question`: to the decode worker, while it is not answered."""
 
     request: Span
     queued: Span | None = None
@@ -62,7 +72,7 @@ class RequestTraces:
 
     def stamped(self, message: CoordinatorMessage) -> CoordinatorMessage:
         """A message as it goes to a worker: with the context of its attempt, where it is about one that is traced."""
-        if self._tracing is None or not isinstance(message, Reserve | Bind | StartPrefill):
+        if self._tracing is None or not isinstance(message, Reserve | Bind | StartLocalPrefill | StartPrefill):
             return message
         way = self._ways.get(message.key.request_id)
         if way is None:
@@ -78,11 +88,10 @@ class RequestTraces:
             return message
         if isinstance(message, StartPrefill):
             return replace(message, trace=way.attempt.traceparent)
-        name = "bind" if isinstance(message, Bind) else "reserve"
-        way.question = self._tracing.start(name, way.attempt.traceparent)
-        return message if isinstance(message, Bind) else replace(message, trace=way.attempt.traceparent)
+        way.question = self._tracing.start(_QUESTIONS[type(message)], way.attempt.traceparent)
+        return replace(message, trace=way.attempt.traceparent) if isinstance(message, Reserve) else message
 
-    def answered(self, message: Reserved | Granted) -> None:
+    def answered(self, message: Reserved | Granted | LocalPrefillStarted) -> None:
         """A decode worker's answer has come; of an older generation it changes nothing."""
         way = self._ways.get(message.key.request_id)
         if way is not None and way.question is not None and way.generation == message.key.generation:

@@ -14,7 +14,7 @@ from loopline.engine.engine import Engine
 from loopline.engine.step_counts import Phase
 from loopline.errors import AddressInUse
 from loopline.identity import BudgetCounts, Cause, Role, WorkerLoad
-from loopline.messages import Granted, RequestFailed, Reserved, WorkerMessage
+from loopline.messages import Granted, LocalPrefillStarted, RequestFailed, Reserved, WorkerMessage
 from loopline.telemetry import catalogue
 from loopline.telemetry.exposition import METRICS_PATH, MetricsServer
 from loopline.telemetry.metrics import count_of, counts_by, histogram_of, registry_of, value_of
@@ -68,7 +68,7 @@ class WorkerMetrics:
         def count_and_send(message: WorkerMessage) -> None:
             if isinstance(message, RequestFailed):
                 self._given_up[message.cause] += 1
-            elif isinstance(message, Reserved | Granted) and message.cause is not None:
+            elif isinstance(message, Reserved | Granted | LocalPrefillStarted) and message.cause is not None:
                 self._refusals[message.cause] += 1
             send(message)
 

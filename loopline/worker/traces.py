@@ -2,6 +2,7 @@
 core and what the core sends says where each request is. A worker without an endpoint for spans has none of this.
 
     prefill   from StartPrefill to the first token             a prefill worker
+              from StartLocalPrefill to the first token        a decode worker that computes the prompt itself
     handoff   from the first push until the last one is done   a prefill worker
     decode    from the first token to the last one             a decode worker
 """
@@ -17,15 +18,18 @@ from loopline.identity import Cause, HandoffKey
 from loopline.messages import (
     Cancel,
     CloseState,
+    LocalPrefillStarted,
     Prefilled,
     RequestFailed,
     Reserve,
     Reserved,
+    StartLocalPrefill,
     StartPrefill,
     StepTokens,
     TokenRow,
     WorkerMessage,
 )
+from loopline.request import Request
 from loopline.sched.plan import StepOutcome
 from loopline.telemetry.traces import Span, Tracing, Value
 from loopline.worker.engine_thread import Pairs, WorkerCore
@@ -38,13 +42,26 @@ _LOST = "the coordinator was lost"
 
 @dataclass
 class _Way:
-    """What is traced of one request here. `from_position`: of its first row, on a decode worker."""
+    """What is traced of one request here. Positions are of its first and its last row so far, on a decode worker."""
 
     key: HandoffKey
     trace: str
-    depth: int
+    request: Request
     spans: dict[str, Span] = field(default_factory=dict)
+    cached_tokens: int = 0  # on a decode worker
     from_position: int = 0
+    last_position: int = 0
+
+    @property
+    def depth(self) -> int:
+        return self.request.params.loops
+
+    def end_all(self, error: str, **attributes: Value) -> None:
+        """End what is open; of a decode with what was computed until now."""
+        computed = self.last_position - self.from_position
+        counts: dict[str, Value] = {"tokens": computed, "token_loops": computed * self.depth, **attributes}
+        for name, span in self.spans.items():
+            span.end(error, **(counts if name == "decode" else {}))
 
 
 class WorkerTraces:
@@ -91,12 +108,14 @@ class WorkerTraces:
     def _before(self, event: object) -> None:
         match event:
             case StartPrefill(key, request) if event.trace and self._is_news(key):
-                way = self._open(key, event.trace, request.params.loops)
-                tokens = request.num_known_tokens
-                self._start(way, "prefill", tokens=tokens, depth=way.depth, attempt=request.attempt)
+                self._start_prefill(self._open(key, event.trace, request))
             case Reserve(key, request) if event.trace and self._is_news(key):
-                self._open(key, event.trace, request.params.loops)
+                self._open(key, event.trace, request)
                 self._reserved.add(key.request_id)
+            case StartLocalPrefill(key):
+                way = self._way(key)
+                if way is not None and not way.spans:
+                    self._start_prefill(way)
             case HandoffDrained(key, cost):
                 self._end(
                     key,
@@ -124,8 +143,13 @@ class WorkerTraces:
                 self._end(message.key, "prefill", cached_tokens=message.stats.cached_tokens)
             case RequestFailed(key, cause, _):
                 self._end_all(key, cause)
-            case Reserved(key, _, cause) if cause is not None and cause is not Cause.DUPLICATE:
-                self._end_all(key, cause)
+            case Reserved(key, cached_tokens, None):
+                way = self._way(key)
+                if way is not None:
+                    way.cached_tokens = cached_tokens
+            case Reserved(key, _, cause) | LocalPrefillStarted(key, cause):
+                if cause is not None and cause is not Cause.DUPLICATE:
+                    self._end_all(key, cause)
 
     def _pushes(self, push: Push) -> None:
         way = self._way(push.key)
@@ -136,21 +160,18 @@ class WorkerTraces:
         if not self._ways:
             return
         for row in rows:
+            way = self._ways.get(row.request_id)
+            if way is None:
+                continue
+            way.last_position = row.position
             if row.request_id in self._reserved:
                 self._reserved.discard(row.request_id)
-                way = self._ways[row.request_id]
                 way.from_position = row.position
+                self._end(way.key, "prefill", cached_tokens=way.cached_tokens)
                 self._start(way, "decode", depth=way.depth, attempt=row.attempt)
             if row.finish is not None:
-                self._decoded(row)
-
-    def _decoded(self, last: TokenRow) -> None:
-        way = self._ways.get(last.request_id)
-        if way is not None and last.finish is not None:
-            computed = last.position - way.from_position
-            work = computed * way.depth
-            self._end(way.key, "decode", tokens=computed, token_loops=work, finish=last.finish.value)
-            self._forget(way.key)
+                way.end_all("", finish=row.finish.value)
+                self._forget(way.key)
 
     # ---- books
 
@@ -158,9 +179,9 @@ class WorkerTraces:
         way = self._ways.get(key.request_id)
         return way is None or way.key.generation < key.generation
 
-    def _open(self, key: HandoffKey, trace: str, depth: int) -> _Way:
+    def _open(self, key: HandoffKey, trace: str, request: Request) -> _Way:
         self._end_all(key, Cause.STALE)
-        self._ways[key.request_id] = way = _Way(key, trace, depth)
+        self._ways[key.request_id] = way = _Way(key, trace, request)
         if len(self._ways) > _MOST_WAYS:
             self._end_all(next(iter(self._ways.values())).key, "forgotten")
         return way
@@ -168,6 +189,10 @@ class WorkerTraces:
     def _way(self, key: HandoffKey) -> _Way | None:
         way = self._ways.get(key.request_id)
         return way if way is not None and way.key == key else None
+
+    def _start_prefill(self, way: _Way) -> None:
+        request = way.request
+        self._start(way, "prefill", tokens=request.num_known_tokens, depth=way.depth, attempt=request.attempt)
 
     def _start(self, way: _Way, name: str, **attributes: Value) -> None:
         way.spans[name] = self._tracing.start(name, way.trace, request_id=way.key.request_id, **attributes)
@@ -177,22 +202,24 @@ class WorkerTraces:
         if way is not None and name in way.spans:
             way.spans[name].end(error, **attributes)
 
-    def _cancelled(self, key: HandoffKey, cause: str) -> None:
-        """This and every older generation; a handoff that is under way ends with its last handle."""
+    def _cancelled(self, key: HandoffKey, cause: Cause) -> None:
+        """This and every older generation; a handoff that is under way ends with its last handle. What the client or
+        a stop string ended is no failure."""
         way = self._ways.get(key.request_id)
         if way is None or way.key.generation > key.generation:
             return
+        error = "" if cause is Cause.CANCELLED else cause
         if "handoff" in way.spans:
-            self._end(way.key, "prefill", cause)
+            self._end(way.key, "prefill", error)
         else:
-            self._end_all(way.key, cause)
+            way.end_all(error, finish=cause.value)
+            self._forget(way.key)
 
     def _end_all(self, key: HandoffKey, error: str) -> None:
         """End what is open of this or an older generation."""
         way = self._ways.get(key.request_id)
         if way is not None and way.key.generation <= key.generation:
-            for span in way.spans.values():
-                span.end(error)
+            way.end_all(error)
             self._forget(way.key)
 
     def _forget(self, key: HandoffKey) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from coordinator.effects import Ending, Outcome
 from coordinator.request_traces import RequestTraces
 from loopline.identity import Cause, HandoffKey
-from loopline.messages import Bind, Cancel, Reserve, StartPrefill
+from loopline.messages import Bind, Cancel, LocalPrefillStarted, Reserve, StartLocalPrefill, StartPrefill
 from loopline.request import Route, Timing, Usage
 from tests.support.spans import KeptTracing
 from tests.unit.coordinator.builders import granted, peer, request, reserved
@@ -72,6 +72,20 @@ def test_a_request_that_goes_well() -> None:
     ]
     assert [span.error for span in tracing.spans] == [""] * 5
     assert root.attributes["completion_tokens"] == 4 and root.attributes["decode"] == "decode-0"
+
+
+def test_a_local_prefill_is_a_question_of_its_attempt() -> None:
+    tracing, key = KeptTracing(), HandoffKey("r1", 1)
+    traces = RequestTraces(tracing)
+    traces.admitted(request(), "")
+    traces.stamped(reserve(1))
+    traces.answered(reserved("r1", 1))
+    assert traces.stamped(StartLocalPrefill(key)) == StartLocalPrefill(key)
+    assert tracing.open_names == ["request", "attempt", "start_local"]
+    traces.answered(LocalPrefillStarted(key))
+    (question,), (attempt,) = tracing.named("start_local"), tracing.named("attempt")
+    assert (question.parent, question.error) == (attempt.traceparent, "")
+    assert tracing.open_names == ["request", "attempt"]
 
 
 def test_a_recovery_is_a_second_attempt_and_the_first_one_says_why() -> None:

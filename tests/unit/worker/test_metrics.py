@@ -8,7 +8,7 @@ from kvtransfer.push_counts import PushCounts
 from loopline.engine.engine import Engine
 from loopline.engine.step_counts import StepCounts
 from loopline.identity import BlockCounts, Cause, HandoffKey, Role, WorkerLoad
-from loopline.messages import RequestFailed, Reserved, WorkerMessage
+from loopline.messages import LocalPrefillStarted, RequestFailed, Reserved, WorkerMessage
 from loopline.telemetry.metrics import registry_of
 from loopline.worker.metrics import WorkerMetrics
 
@@ -28,12 +28,19 @@ def sample(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
 def test_what_is_given_up_and_refused_is_counted_by_cause() -> None:
     metrics, sent = make(), list[WorkerMessage]()
     send = metrics.sending(sent.append)
-    messages = [RequestFailed(KEY, Cause.TRANSFER_FAILED, "x"), Reserved(KEY, cause=Cause.NO_ROOM), Reserved(KEY)]
+    messages = [
+        RequestFailed(KEY, Cause.TRANSFER_FAILED, "x"),
+        Reserved(KEY, cause=Cause.NO_ROOM),
+        Reserved(KEY),
+        LocalPrefillStarted(KEY, Cause.WRONG_WRITER),
+        LocalPrefillStarted(KEY),
+    ]
     for message in messages:
         send(message)
     assert sent == messages
     assert sample(metrics, "loopline_given_up_requests_total", cause="transfer_failed") == 1
     assert sample(metrics, "loopline_refusals_total", cause="no_room") == 1
+    assert sample(metrics, "loopline_refusals_total", cause="wrong_writer") == 1
     assert sample(metrics, "loopline_refusals_total", cause="draining") == 0
 
 

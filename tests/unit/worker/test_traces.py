@@ -10,11 +10,13 @@ from loopline.messages import (
     Cancel,
     CloseState,
     HandoffStats,
+    LocalPrefillStarted,
     Prefilled,
     PushRange,
     RequestFailed,
     Reserve,
     Reserved,
+    StartLocalPrefill,
     StartPrefill,
     StepTokens,
     TokenRow,
@@ -143,6 +145,48 @@ def test_what_is_given_up_ends_with_its_cause(end: RequestFailed | Cancel, error
     assert decode.errors == {"decode": error}
 
 
+def test_a_stop_string_ends_a_decode_without_an_error_and_with_its_counts() -> None:
+    bench = Bench()
+    bench.core.handle(RESERVE)
+    bench.send(steps(row(3)))
+    bench.send(steps(row(4)))
+    bench.send(steps(row(5)))
+    bench.core.handle(Cancel(KEY, Cause.CANCELLED))
+    (decode,) = bench.tracing.spans
+    assert bench.errors == {"decode": ""}
+    counted = {"tokens": 2, "token_loops": 10, "finish": "cancelled"}
+    assert decode.attributes == {"request_id": "r1", "depth": 5, "attempt": 1, **counted}
+
+
+def test_a_decode_worker_that_computes_the_prompt_itself_has_the_prefill() -> None:
+    bench = Bench()
+    bench.core.handle(RESERVE)
+    bench.send(Reserved(KEY, cached_tokens=2))
+    for _ in range(2):
+        bench.core.handle(StartLocalPrefill(KEY))
+    bench.send(LocalPrefillStarted(KEY))
+    bench.send(LocalPrefillStarted(KEY, Cause.DUPLICATE))
+    assert bench.tracing.open_names == ["prefill"]
+    bench.send(steps(row(3)))
+    assert bench.tracing.open_names == ["decode"]
+    bench.core.handle(StartLocalPrefill(KEY))
+    bench.send(steps(row(4, FinishReason.LENGTH)))
+    prefill, decode = bench.tracing.spans
+    assert (prefill.parent, decode.parent) == ("attempt-1", "attempt-1")
+    assert bench.errors == {"prefill": "", "decode": ""}
+    named = {"request_id": "r1", "tokens": 3, "depth": 5, "attempt": 1, "cached_tokens": 2}
+    assert prefill.attributes == named
+    assert (decode.attributes["tokens"], decode.attributes["finish"]) == (1, "length")
+
+
+def test_a_refused_local_prefill_ends_with_its_cause() -> None:
+    bench = Bench()
+    bench.core.handle(RESERVE)
+    bench.core.handle(StartLocalPrefill(KEY))
+    bench.send(LocalPrefillStarted(KEY, Cause.WRONG_WRITER))
+    assert bench.errors == {"prefill": "wrong_writer"}
+
+
 def test_a_cancelled_handoff_ends_with_its_last_handle() -> None:
     bench = Bench()
     bench.core.handle(START)
@@ -150,7 +194,7 @@ def test_a_cancelled_handoff_ends_with_its_last_handle() -> None:
     bench.core.handle(Cancel(KEY, Cause.CANCELLED))
     assert bench.tracing.open_names == ["handoff"]
     bench.core.handle(CloseReport(KEY, CloseState.FAILED))
-    assert bench.errors == {"prefill": "cancelled", "handoff": "failed"}
+    assert bench.errors == {"prefill": "", "handoff": "failed"}
 
 
 def test_a_lost_coordinator_ends_all_and_a_refusal_leaves_nothing() -> None:
