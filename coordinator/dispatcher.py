@@ -125,7 +125,7 @@ class Dispatcher:
         request = None if first is None else self._tracker.request(first)
         return Backlog(request, len(self._queue), len(self._tracker.awaiting_prefill()))
 
-    def _membership(self) -> ClusterSnapshot:
+    def membership(self) -> ClusterSnapshot:
         """A snapshot without requests: what it costs does not grow with them."""
         return self._registry.snapshot(self._clock.now_s(), {})
 
@@ -169,7 +169,7 @@ class Dispatcher:
         self._require_open()
         if deadline_s <= 0:
             raise DeadlineExceeded("deadline passed; 0 tokens were delivered")
-        check_size(request, self._limits_of(self._membership()))
+        check_size(request, self._limits_of(self.membership()))
         self._queue.put(request.request_id, self._clock.now_s(), priority)
         self.metrics.admitted(request.request_id)
         self._traces.admitted(request, traceparent)
@@ -179,6 +179,10 @@ class Dispatcher:
         """The client went away. Nothing happens where the request has ended."""
         if request_id in self._tracker:
             self._carry_out(self._tracker.cancel(request_id))
+
+    def not_read(self, request_id: str, detail: str) -> None:
+        """The client does not take its answer. Nothing happens where the request has ended."""
+        self._carry_out(self._tracker.give_up(request_id, Ending.UNREAD, detail))
 
     async def drain(self, limit_s: float) -> None:
         """Take no new requests, let those that are here finish within the limit, then end the rest."""

@@ -106,7 +106,8 @@ class Life:
     fruitless_attempts: int = 0  # in a row: those in which no decode worker computed a token
     is_suspect: bool = False  # the last of these ended with the loss of a worker
     delivered_in_attempt: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # of the known tokens, at the decode worker that holds the reservation
+    found_tokens: int = 0  # of them, those that the worker which computed the prompt last had
     hinted_tokens: int = 0  # what the prefill worker was believed to have cached when it was chosen
     stats: HandoffStats | None = None
     left_queue_at_s: float | None = None
@@ -217,7 +218,7 @@ class Life:
         return Usage(
             prompt_tokens=len(self.request.prompt_ids),
             completion_tokens=len(self.generated),
-            cached_tokens=min(self.cached_tokens, len(self.request.prompt_ids)),
+            cached_tokens=min(self.found_tokens, len(self.request.prompt_ids)),
         )
 
     def timing(self, now_s: float) -> Timing:

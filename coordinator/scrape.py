@@ -30,10 +30,10 @@ def serve_metrics(dispatcher: Dispatcher, host: str, port: int) -> MetricsServer
 
     def look() -> tuple[Metric, ...]:
         counts = {"queued": dispatcher.num_queued, "running": dispatcher.num_running}
-        return tuple(collect_cluster(dispatcher.snapshot(), **counts, serving=dispatcher.readiness.serving))
+        return tuple(collect_cluster(dispatcher.membership(), **counts, serving=dispatcher.readiness.serving))
 
     def targets() -> list[Target]:
-        return ask_loop(loop, lambda: targets_of(dispatcher.snapshot()))
+        return ask_loop(loop, lambda: targets_of(dispatcher.membership()))
 
     registry = registry_of(dispatcher.metrics.collect, lambda: ask_loop(loop, look))
     try:

@@ -96,6 +96,7 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
             if failure is None:
                 await self._write(context, finished_event(event))
         except NotRead as error:
+            self._dispatcher.not_read(request.request_id, str(error))
             failure = error
         finally:
             self._dispatcher.cancel(request.request_id)
@@ -147,7 +148,7 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
 
     async def GetModel(self, message: Any, context: Context) -> Any:
         intake, spec = self._intake, self._intake.spec
-        snapshot = self._dispatcher.snapshot()
+        snapshot = self._dispatcher.membership()
         return loopline_pb2.Model(
             name=self._card.name,
             family=spec.family.value,

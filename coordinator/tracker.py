@@ -137,7 +137,7 @@ class Tracker:
         life = self._lives[request_id]
         self._lives.move(life, Move.START_LOCAL)
         assert life.decode is not None  # a RESERVED request has one
-        life.is_local, life.stats = True, None
+        life.is_local, life.stats, life.found_tokens = True, None, life.cached_tokens
         life.sound_at_s[life.decode.worker] = self._clock.now_s()
         return [Send(life.decode.worker, StartLocalPrefill(life.key))]
 
@@ -207,7 +207,7 @@ class Tracker:
         if life.state not in _WITH_TOKENS or not life.is_prefill(worker) or message.attempt != life.request.attempt:
             return self._ignore(Cause.STALE)
         life.stats = message.stats
-        life.cached_tokens = max(life.cached_tokens, message.stats.cached_tokens)
+        life.found_tokens = message.stats.cached_tokens
         life.prefill_running = False
         return self._take_row(life, worker, message.token)
 

@@ -169,7 +169,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0  # prompt tokens whose KV was found, at the worker that had most of it
+    cached_tokens: int = 0  # prompt tokens whose KV the worker that computed the prompt has found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,9 @@ QUEUE_TIME = Definition(
 E2E = Definition("loopline_e2e_request_latency_seconds", Kind.HISTOGRAM, "From a request's arrival to its end.")
 PROMPT_TOKENS = Definition("loopline_prompt_tokens_total", Kind.COUNTER, "Prompt tokens of requests that ended.")
 CACHED_TOKENS = Definition(
-    "loopline_prompt_tokens_cached_total", Kind.COUNTER, "Of these, those whose KV was found and not computed."
+    "loopline_prompt_tokens_cached_total",
+    Kind.COUNTER,
+    "Of these, those whose KV the worker that computed the prompt has found.",
 )
 GENERATION_TOKENS = Definition("loopline_generation_tokens_total", Kind.COUNTER, "Tokens that clients were given.")
 

@@ -3,6 +3,7 @@ coordinator's decision.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,16 @@ def test_the_way_of_a_request_that_stays_on_its_decode_worker() -> None:
     outcome = end.outcome
     assert (outcome.ending, outcome.stats, outcome.usage.cached_tokens) == (Ending.FINISHED, None, 4)
     assert (outcome.route.prefill, outcome.route.decode) == ("decode-0", "decode-0")
+
+
+def test_where_a_prefill_worker_computes_its_own_finds_are_counted() -> None:
+    bench = LocalBench(max_tokens=1)
+    tracker = bench.to_reserved().tracker
+    tracker.bind("r1", P)
+    tracker.on_granted(D.worker, granted("r1", P))
+    first = prefilled(row("r1", 5, 50, finish=FinishReason.LENGTH))
+    effects = tracker.on_prefilled(P.worker, replace(first, stats=replace(first.stats, cached_tokens=3)))
+    assert the_end(effects).outcome.usage.cached_tokens == 3, "of the decode worker's four nothing was saved"
 
 
 def test_a_token_shows_what_a_lost_answer_would_have_said() -> None:
@@ -212,7 +223,7 @@ def test_the_answer_to_reserve_decides_who_prefills() -> None:
             assert answer.text == text_of(range(5, 9))
             route = answer.finished.route
             assert (route.prefill, route.decode) == ("decode-0" if is_local else "prefill-0", "decode-0")
-            assert answer.finished.usage.cached_tokens == cached
+            assert answer.finished.usage.cached_tokens == (cached if is_local else 0), "the prefill worker has none"
             assert answer.finished.HasField("handoff") is not is_local
             assert len(prefill.heard_of(StartPrefill)) == handed_over + (not is_local)
         await cluster.until_idle()

@@ -9,6 +9,7 @@ import pytest
 from loopline.client import AsyncClient
 from loopline.errors import DeadlineExceeded, InvalidRequest, NotRead, Overloaded
 from loopline.messages import Cancel, Reserve
+from loopline.telemetry.metrics import registry_of
 from loopline.wire._generated.loopline.v1 import loopline_pb2_grpc
 from loopline.wire.channel import channel_options
 from tests.unit.coordinator.cluster import ScriptedCluster, ScriptedWorker, token_at, until
@@ -167,5 +168,8 @@ def test_a_client_that_takes_nothing_for_too_long_is_ended() -> None:
         assert (code, name) == (grpc.StatusCode.ABORTED, NotRead.__name__)
         assert details == "the client has taken nothing for 0.3 s; its request was ended"
         assert ids == [token_at(position) for position in range(5, 5 + len(ids))]
+        ended = registry_of(cluster.dispatcher.metrics.collect).get_sample_value
+        assert ended("loopline_requests_total", {"ending": "unread"}) == 1
+        assert ended("loopline_requests_total", {"ending": "cancelled"}) == 0
 
     run(script, most_write_s=0.3)
