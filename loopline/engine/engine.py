@@ -156,7 +156,7 @@ class Engine:
         prompt_loops = sum(run.num_tokens * run.params.loops for run in plan.runs)
         self.scheduler.meter.observe(plan.num_decode_rows > 0, prompt_loops, taken_s)
         outcome = self.scheduler.commit(plan, result)
-        self.counts.computed(plan, outcome, taken_s)
+        self.counts.computed(plan, taken_s)
         return outcome
 
     def _abandon(self, plan: StepPlan, error: Exception) -> StepOutcome:

@@ -3,7 +3,7 @@
 from collections import Counter
 from enum import StrEnum
 
-from loopline.sched.plan import StepOutcome, StepPlan
+from loopline.sched.plan import StepPlan
 from loopline.telemetry.metrics import Histogram
 
 _STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -32,10 +32,8 @@ class StepCounts:
         self.tokens: Counter[str] = Counter()  # by phase
         self.seconds = {rows: Histogram(_STEP_S) for rows in Rows}
         self.failed_steps = 0
-        self.prefix_queries = 0  # tokens
-        self.prefix_hits = 0
 
-    def computed(self, plan: StepPlan, outcome: StepOutcome, taken_s: float) -> None:
+    def computed(self, plan: StepPlan, taken_s: float) -> None:
         """A step was computed and committed."""
         prefill = decode = 0
         for segment in plan.segments:
@@ -49,10 +47,6 @@ class StepCounts:
         self.tokens[Phase.PREFILL] += prefill
         kind = Rows.MIXED if prefill and decode else Rows.PREFILL if prefill else Rows.DECODE
         self.seconds[kind].observe(taken_s)
-        for chunk in outcome.chunks:
-            if chunk.is_last:
-                self.prefix_queries += chunk.num_computed
-                self.prefix_hits += chunk.num_cached
 
     def failed(self) -> None:
         """A step could not be computed."""

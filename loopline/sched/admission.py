@@ -11,6 +11,7 @@ itself held back. Where the policy shares room among peers, a request for one th
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from loopline.identity import Cause
 from loopline.kv.digests import BlockDigests, depth_root
@@ -23,6 +24,23 @@ from loopline.settings import SchedulerSettings
 
 _LOOK_AHEAD = 16
 """Most waiting requests that one tick looks at, so that a long queue costs no more than a short one."""
+
+
+@dataclass
+class PrefixCounts:
+    """Tokens of prompts that were looked for in the prefix cache since the start, each request's once, and hits."""
+
+    queries: int = 0
+    hits: int = 0
+
+    def take(self, entry: Entry) -> None:
+        """Blocks were found for an entry, or none; what it has generated is no prompt."""
+        if entry.digests is None or entry.is_counted:
+            return
+        entry.is_counted = True
+        num_prompt = len(entry.request.prompt_ids)
+        self.queries += num_prompt
+        self.hits += min(entry.num_cached, num_prompt)
 
 
 class Admission:
@@ -45,6 +63,7 @@ class Admission:
         self._stuck_at: tuple[int, ...] | None = None
         self._waited_for: list[Entry] = []  # who computed a prefix that others wait for, at the last look
         self.num_preempted = 0
+        self.prefix_counts = PrefixCounts()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -130,6 +149,7 @@ class Admission:
         entry.allocation = allocation
         entry.num_cached = self._ledger.written_tokens(allocation, entry.depth)
         entry.num_computed = entry.num_planned = entry.num_cached
+        self.prefix_counts.take(entry)
         return entry
 
     def _hold(self, request: Request, num_known_tokens: int, digests: Sequence[bytes]) -> Allocation | None:
@@ -157,6 +177,7 @@ class Admission:
         entry.num_cached = self._ledger.written_tokens(allocation, entry.depth)
         # All of it cached: the last token is computed again, because its logits are what comes next.
         entry.num_computed = entry.num_planned = min(entry.num_cached, num_known - 1)
+        self.prefix_counts.take(entry)
         for digest in digests[entry.num_cached // self._ledger.block_size :]:
             if (other := self._computing.get(digest)) is None or self._is_held(other):
                 self._computing[digest] = entry

@@ -31,6 +31,7 @@ class Entry:
     num_computed: int = 0
     num_planned: int = 0
     num_cached: int = 0  # tokens whose KV was found at admission
+    is_counted: bool = False  # among the tokens that were looked for in the prefix cache
     num_passed: int = 0  # younger requests that were admitted before it while it stood first
 
     @classmethod

@@ -63,6 +63,7 @@ class Scheduler:
         self._policy = policy
         parts = prefix_parts if policy.shares_prefixes else None
         self._admission = Admission(ledger, settings, policy, parts)
+        self.prefix_counts = self._admission.prefix_counts
         self._running: dict[str, Entry] = {}  # in order of admission
         self.meter = StepMeter()
         self._prefilling = PrefillGroup(ledger, settings, self.meter, policy)

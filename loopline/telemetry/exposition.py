@@ -1,10 +1,11 @@
 """The HTTP side of metrics: /metrics in Prometheus' formats, and /targets for its HTTP service discovery."""
 
+import contextlib
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from socketserver import ThreadingMixIn
+from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -21,12 +22,24 @@ _Start = Callable[..., Any]
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
+    def server_bind(self) -> None:
+        """Without the base's look-up of the host's whole name, which may take long and which nobody needs."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
 
 class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
 class _Silent(WSGIRequestHandler):
+    timeout = 10.0  # of a connection that says or takes nothing, which would hold its thread
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            super().handle()
+
     def log_message(self, format: str, *args: Any) -> None:
         """A scrape is no news."""
 

@@ -107,8 +107,8 @@ class WorkerMetrics:
         yield histogram_of(catalogue.STEP_SECONDS, {(rows.value,): one for rows, one in steps.seconds.items()})
         yield value_of(catalogue.FAILED_STEPS, steps.failed_steps)
         yield value_of(catalogue.PREEMPTIONS, self._scheduler.num_preempted)
-        yield value_of(catalogue.PREFIX_QUERIES, steps.prefix_queries)
-        yield value_of(catalogue.PREFIX_HITS, steps.prefix_hits)
+        yield value_of(catalogue.PREFIX_QUERIES, self._scheduler.prefix_counts.queries)
+        yield value_of(catalogue.PREFIX_HITS, self._scheduler.prefix_counts.hits)
 
 
 def _collect_pushes(pushes: PushCounts, budget: BudgetCounts) -> Iterator[Metric]:

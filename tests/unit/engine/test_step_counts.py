@@ -6,6 +6,7 @@ import pytest
 
 from loopline.engine.engine import Engine
 from loopline.engine.step_counts import Phase, Rows
+from loopline.identity import Cause
 from loopline.request import Request, SamplingParams
 from loopline.sched.policy import UnifiedPolicy
 from loopline.settings import EngineSettings
@@ -30,18 +31,32 @@ def run(engine: Engine, *request_ids: str) -> None:
 
 
 def test_a_request_costs_its_tokens_times_its_depth_and_a_cached_one_less(engine: Engine) -> None:
-    counts = engine.counts
+    counts, found = engine.counts, engine.scheduler.prefix_counts
     run(engine, "r1")
     assert counts.token_loops == {Phase.PREFILL: len(PROMPT) * LOOPS, Phase.DECODE: (NEW - 1) * LOOPS}
     assert counts.tokens == {Phase.PREFILL: len(PROMPT), Phase.DECODE: NEW - 1}
-    assert (counts.prefix_queries, counts.prefix_hits) == (len(PROMPT), 0)
+    assert (found.queries, found.hits) == (len(PROMPT), 0)
     assert counts.seconds[Rows.PREFILL].count == 1
     assert counts.seconds[Rows.DECODE].count == NEW - 1
     assert counts.seconds[Rows.MIXED].count == 0
     run(engine, "r2")
     cached = 32  # the whole blocks of 16
-    assert (counts.prefix_queries, counts.prefix_hits) == (2 * len(PROMPT), cached)
+    assert (found.queries, found.hits) == (2 * len(PROMPT), cached)
     assert counts.tokens[Phase.PREFILL] == 2 * len(PROMPT) - cached
+
+
+def test_a_reservation_looks_for_its_prompt_once_and_for_no_answer(engine: Engine) -> None:
+    run(engine, "r1")
+    found = engine.scheduler.prefix_counts
+    before, generated = (found.queries, found.hits), tuple(range(100, 120))
+    params = SamplingParams(max_tokens=NEW + len(generated), loops=LOOPS)
+    request = Request(request_id="r4", prompt_ids=PROMPT, params=params, generated_ids=generated)
+    allocation = engine.scheduler.reserve(request)
+    assert not isinstance(allocation, Cause)
+    engine.scheduler.start_reserved(allocation)
+    while engine.step() is not None:
+        pass
+    assert (found.queries - before[0], found.hits - before[1]) == (len(PROMPT), 32)
 
 
 def test_a_step_that_fails_is_counted(engine: Engine) -> None:

@@ -7,6 +7,7 @@ import urllib.request
 
 import pytest
 
+from loopline.telemetry import exposition
 from loopline.telemetry.exposition import MetricsServer
 from loopline.telemetry.metrics import Definition, Histogram, Kind, counts_by, histogram_of, registry_of
 
@@ -54,6 +55,23 @@ def test_a_scrape_may_be_zipped_and_in_the_open_format() -> None:
     text = gzip.decompress(zipped).decode()
     assert "# TYPE ends counter" in text
     assert text.endswith("# EOF\n")
+
+
+def test_a_connection_that_says_nothing_is_closed_and_no_name_is_looked_up(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> str:
+        raise AssertionError("a name was looked up")
+
+    monkeypatch.setattr(socket, "getfqdn", fail)
+    monkeypatch.setattr(exposition._Silent, "timeout", 0.05)
+    server = MetricsServer(registry_of(), "127.0.0.1", 0)
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as silent:
+            assert silent.recv(1) == b""
+    finally:
+        server.close()
+    assert capfd.readouterr().err == ""
 
 
 def test_other_paths_are_not_found_and_say_what_is() -> None:

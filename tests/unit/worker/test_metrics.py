@@ -9,6 +9,7 @@ from loopline.engine.engine import Engine
 from loopline.engine.step_counts import StepCounts
 from loopline.identity import BlockCounts, Cause, HandoffKey, Role, WorkerLoad
 from loopline.messages import LocalPrefillStarted, RequestFailed, Reserved, WorkerMessage
+from loopline.sched.admission import PrefixCounts
 from loopline.telemetry.metrics import registry_of
 from loopline.worker.metrics import WorkerMetrics
 
@@ -17,7 +18,8 @@ KEY = HandoffKey("r1", 1)
 
 def make() -> WorkerMetrics:
     load = WorkerLoad(1, True, 3, 2, 40, 1, BlockCounts(4, 1, 2, 3, 10), (("failed", 2),), (("stale", 5),))
-    engine = SimpleNamespace(counts=StepCounts(), scheduler=SimpleNamespace(num_preempted=2))
+    scheduler = SimpleNamespace(num_preempted=2, prefix_counts=PrefixCounts())
+    engine = SimpleNamespace(counts=StepCounts(), scheduler=scheduler)
     return WorkerMetrics(Role.PREFILL, cast(Engine, engine), lambda: load, PushCounts)
 
 
