@@ -14,6 +14,8 @@ from loopline.settings import WorkerSettings
 from loopline.telemetry.logs import configure_logging
 from loopline.worker.runtime import EXIT_OPERATOR, BuildRole, run_worker
 
+_LAST_PORT = 65535
+
 
 @dataclass(frozen=True)
 class WorkerArguments:
@@ -34,6 +36,13 @@ def worker_main(role: str, policy: RolePolicy, build_role: BuildRole, arguments:
     return run_worker(parsed.settings, policy, build_role, parsed.life_fd)
 
 
+def _port(text: str) -> int:
+    """A port, 0 for any free one. Raises argparse's own error, which names the flag."""
+    if not (text.isdecimal() and int(text) <= _LAST_PORT):
+        raise argparse.ArgumentTypeError(f"{text} is not a port; allowed: 0 (any free one) to {_LAST_PORT}")
+    return int(text)
+
+
 def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> WorkerArguments:
     """Read the command line and the cluster YAML. Raises ConfigError kinds; argparse exits on a wrong flag."""
     parser = argparse.ArgumentParser(prog=f"python -m {role}_worker", description=f"A {role} worker process.")
@@ -43,8 +52,8 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
         "--name", default=None, help="name for people, unique in the cluster; ROLE-HOST-PID if not given"
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to be reached at")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0: any free one")
-    parser.add_argument("--metrics-port", type=int, help="port to answer scrapes at; by default the YAML decides")
+    parser.add_argument("--port", type=_port, default=0, help="port to listen on; 0: any free one")
+    parser.add_argument("--metrics-port", type=_port, help="port to answer scrapes at; by default the YAML decides")
     parser.add_argument("--uuid", default="", help=argparse.SUPPRESS)
     parser.add_argument("--life-fd", type=int, default=None, help="pipe whose end means that the parent is gone")
     parser.add_argument(

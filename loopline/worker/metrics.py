@@ -4,7 +4,7 @@ that its engine thread published last. A scrape reads both in a thread of its ow
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import Metric
 
@@ -17,7 +17,7 @@ from loopline.identity import BudgetCounts, Cause, Role, WorkerLoad
 from loopline.messages import Granted, LocalPrefillStarted, RequestFailed, Reserved, WorkerMessage
 from loopline.telemetry import catalogue
 from loopline.telemetry.exposition import METRICS_PATH, MetricsServer
-from loopline.telemetry.metrics import count_of, counts_by, histogram_of, registry_of, value_of
+from loopline.telemetry.metrics import FromCall, count_of, counts_by, histogram_of, registry_of, value_of
 from loopline.wire.channel import join_address
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,26 @@ _LASTING = {
 }
 """States that a handoff stays in for a while."""
 _STATES: dict[Role, tuple[str, ...]] = {Role.PREFILL: tuple(SendState), Role.DECODE: tuple(ReceiveState)}
+
+
+class Scrapes:
+    """Answers scrapes until the process ends; with nothing while the model is loaded."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """Raises AddressInUse."""
+        self._registry = registry_of()
+        try:
+            server = MetricsServer(self._registry, host, port)
+        except OSError as error:
+            raise AddressInUse(
+                f"--metrics-port is {port}: {host}:{port} cannot be listened on: {error.strerror}"
+            ) from None
+        self.address = join_address(host, server.port)
+        logger.info("metrics are at http://%s%s", self.address, METRICS_PATH)
+
+    def show(self, collect: Callable[[], Iterable[Metric]]) -> None:
+        """Answer with these samples from now on."""
+        self._registry.register(FromCall(collect))
 
 
 class WorkerMetrics:
@@ -49,18 +69,6 @@ class WorkerMetrics:
         self._entered: Counter[str] = Counter()
         self._given_up: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
-
-    def serve(self, host: str, port: int) -> str:
-        """Answer scrapes until the process ends; HOST:PORT. Raises AddressInUse."""
-        try:
-            server = MetricsServer(registry_of(self.collect), host, port)
-        except OSError as error:
-            raise AddressInUse(
-                f"--metrics-port is {port}: {host}:{port} cannot be listened on: {error.strerror}"
-            ) from None
-        address = join_address(host, server.port)
-        logger.info("metrics are at http://%s%s", address, METRICS_PATH)
-        return address
 
     def sending(self, send: Callable[[WorkerMessage], None]) -> Callable[[WorkerMessage], None]:
         """`send`, with what it is given counted."""

@@ -12,7 +12,7 @@ from loopline.messages import WorkerMessage
 from loopline.settings import WorkerSettings
 from loopline.telemetry.traces import Tracing
 from loopline.worker.engine_thread import WorkerCore
-from loopline.worker.metrics import WorkerMetrics
+from loopline.worker.metrics import Scrapes, WorkerMetrics
 from loopline.worker.traces import WorkerTraces
 
 
@@ -26,12 +26,14 @@ class Observer:
         transfer: TransferThread,
         read_load: Callable[[], WorkerLoad],
         tracing: Tracing | None,
+        scrapes: Scrapes | None,
     ) -> None:
-        """Answers scrapes from now on, if it is to. Raises AddressInUse."""
+        """`scrapes` has these metrics from now on; None: nobody asks for them."""
         self._metrics = WorkerMetrics(Role(settings.role), engine, read_load, transfer.push_counts)
         self._traces = None if tracing is None else WorkerTraces(tracing)
-        port = settings.metrics_port
-        self.metrics_address = "" if port is None else self._metrics.serve(settings.host, port)
+        if scrapes is not None:
+            scrapes.show(self._metrics.collect)
+        self.metrics_address = "" if scrapes is None else scrapes.address
         """HOST:PORT of the metrics; "": there are none."""
 
     def sending(self, send: Callable[[WorkerMessage], None]) -> Callable[[WorkerMessage], None]:

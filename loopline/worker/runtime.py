@@ -37,6 +37,7 @@ from loopline.worker.attachment import Attachment
 from loopline.worker.engine_thread import EngineListener, EngineThread, Inbox, LoadBoard, WorkerCore
 from loopline.worker.events import BeginDrain, CoordinatorLost
 from loopline.worker.faults import WorkerFaults, no_fault
+from loopline.worker.metrics import Scrapes
 from loopline.worker.observer import Observer
 from loopline.worker.orders import Orders
 from loopline.worker.peer_calls import PeerCalls
@@ -113,6 +114,7 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
     access = replace(settings.security.access, require_client_certificate=True)  # only this cluster's workers call here
     server = make_server(access, settings.max_message_bytes)
     port = bind(server, settings.host, settings.port, access)  # before the model loads: a clash shows at once
+    scrapes = None if settings.metrics_port is None else Scrapes(settings.host, settings.metrics_port)
     identity = Identity(settings.name, join_address(settings.host, port), settings.uuid)
     faults = WorkerFaults(settings.name, settings.faults, MonotonicClock()) if settings.faults else None
     loading = asyncio.create_task(asyncio.to_thread(_load, settings, policy, identity.agent_name, faults))
@@ -121,7 +123,7 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
         leave(0)  # the loading thread cannot be stopped in another way
     loaded = loading.result()
     try:
-        await _Worker(settings, identity, loaded, server, build_role, orders, faults, tracing).run()
+        await _Worker(settings, identity, loaded, server, build_role, orders, faults, tracing, scrapes).run()
     finally:
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
@@ -220,6 +222,7 @@ class _Worker:
         orders: Orders,
         faults: WorkerFaults | None,
         tracing: Tracing | None,
+        scrapes: Scrapes | None,
     ) -> None:
         self._settings = settings
         self._inbox = loaded.inbox
@@ -232,7 +235,7 @@ class _Worker:
         self._calls = PeerCalls(self._loop, settings.security.credentials, settings.max_message_bytes)
         engine, clock = loaded.engine, MonotonicClock()
         role, transfer = Role(settings.role), loaded.transfer
-        observer = Observer(settings, engine, transfer, self._board.read, tracing)
+        observer = Observer(settings, engine, transfer, self._board.read, tracing, scrapes)
         self._attachment = self._attach(identity, loaded, observer, clock)
         send = self._attachment.send
         context = WorkerContext(

@@ -1,17 +1,21 @@
 """What a worker counts of what it says and of its handoffs, and that what it is given goes on unchanged."""
 
+import urllib.request
 from types import SimpleNamespace
 from typing import cast
+
+import pytest
 
 from kvtransfer.handoff import SendState
 from kvtransfer.push_counts import PushCounts
 from loopline.engine.engine import Engine
 from loopline.engine.step_counts import StepCounts
+from loopline.errors import AddressInUse
 from loopline.identity import BlockCounts, Cause, HandoffKey, Role, WorkerLoad
 from loopline.messages import LocalPrefillStarted, RequestFailed, Reserved, WorkerMessage
 from loopline.sched.admission import PrefixCounts
 from loopline.telemetry.metrics import registry_of
-from loopline.worker.metrics import WorkerMetrics
+from loopline.worker.metrics import Scrapes, WorkerMetrics
 
 KEY = HandoffKey("r1", 1)
 
@@ -44,6 +48,20 @@ def test_what_is_given_up_and_refused_is_counted_by_cause() -> None:
     assert sample(metrics, "loopline_refusals_total", cause="no_room") == 1
     assert sample(metrics, "loopline_refusals_total", cause="wrong_writer") == 1
     assert sample(metrics, "loopline_refusals_total", cause="draining") == 0
+
+
+def test_a_port_is_listened_on_before_there_is_anything_to_show() -> None:
+    def read() -> str:
+        with urllib.request.urlopen(f"http://{scrapes.address}/metrics", timeout=10) as answer:
+            return str(answer.read().decode())
+
+    scrapes = Scrapes("127.0.0.1", 0)
+    assert "loopline" not in read()
+    port = int(scrapes.address.rpartition(":")[2])
+    with pytest.raises(AddressInUse, match=f"--metrics-port is {port}: 127.0.0.1:{port} cannot be listened on"):
+        Scrapes("127.0.0.1", port)
+    scrapes.show(make().collect)
+    assert "loopline_preemptions_total 2.0" in read()
 
 
 def test_handoffs_are_counted_by_the_states_that_they_enter() -> None:
