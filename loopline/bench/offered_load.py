@@ -22,6 +22,7 @@ from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import ERROR_KEY, open_channel
 
 _CHANNELS = 4
+_DRAWN = 16  # answers of each length, in an order that repeats
 _SEED = 5
 
 
@@ -46,7 +47,8 @@ class Asked:
 
 
 class Asker:
-    """Asks one kind of request over and over: `prompt_tokens` ids, `max_tokens` tokens, a deadline."""
+    """Asks for answers of drawn lengths, `max_tokens` on average, so that they do not end all at once; prompts of
+    `prompt_tokens` ids, one deadline."""
 
     def __init__(
         self,
@@ -61,10 +63,15 @@ class Asker:
         self._stubs = itertools.cycle([stub(channel) for channel in self._channels])
         self._deadline_s = deadline_s
         ids = [97 + index % 26 for index in range(prompt_tokens)]
-        self._message = loopline_pb2.GenerateRequest(
-            token_ids=loopline_pb2.TokenIds(ids=ids),
-            sampling=loopline_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-            deadline_s=deadline_s,
+        lengths = list(range(1, 2 * max_tokens)) * _DRAWN
+        random.Random(_SEED).shuffle(lengths)
+        self._messages = itertools.cycle(
+            loopline_pb2.GenerateRequest(
+                token_ids=loopline_pb2.TokenIds(ids=ids),
+                sampling=loopline_pb2.SamplingParams(max_tokens=length, ignore_eos=True),
+                deadline_s=deadline_s,
+            )
+            for length in lengths
         )
 
     async def ask(self, due_s: float) -> Asked:
@@ -73,7 +80,7 @@ class Asker:
         sent_s = loop.time()
         fate, why = Fate.FINISHED, ""
         try:
-            async for _ in next(self._stubs).Generate(self._message):
+            async for _ in next(self._stubs).Generate(next(self._messages)):
                 pass
         except grpc.aio.AioRpcError as error:
             metadata: Any = error.trailing_metadata() or ()
