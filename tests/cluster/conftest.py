@@ -15,7 +15,8 @@ def ouro(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One prefill and one decode worker on tiny-ouro."""
     folder = tmp_path_factory.mktemp("ouro")
     telemetry: dict[str, object] = {"log_format": "json", "metrics_port": 0}
-    with launched(write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", telemetry=telemetry), folder) as cluster:
+    config = write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", model={"exit_gate": True}, telemetry=telemetry)
+    with launched(config, folder) as cluster:
         yield cluster
 
 

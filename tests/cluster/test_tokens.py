@@ -85,6 +85,18 @@ def test_fewer_loops_and_a_zero_state(request: pytest.FixtureRequest, family: st
     cluster.wait_idle()
 
 
+def test_exit_probabilities_come_with_the_tokens_of_whoever_asks(ouro: Cluster, ouro_engine: LocalEngine) -> None:
+    loops = ouro_engine.spec.default_loops
+    asked = ouro.client.complete(prompt_of(20), max_tokens=6, exit_probabilities=True)
+    for token in asked.tokens:  # the first is the prefill worker's
+        assert len(token.exit_probabilities) == loops
+        assert sum(token.exit_probabilities) == pytest.approx(1.0)
+    plain = ouro.client.complete(prompt_of(20), max_tokens=6)
+    assert plain.token_ids == asked.token_ids
+    assert {token.exit_probabilities for token in plain.tokens} == {()}
+    ouro.wait_idle()
+
+
 @pytest.mark.parametrize("family", ["ouro", "huginn"])
 def test_trained_continuations(request: pytest.FixtureRequest, family: str) -> None:
     cluster = request.getfixturevalue(family)

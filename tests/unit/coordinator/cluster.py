@@ -47,7 +47,7 @@ from loopline.wire.channel import bind, open_channel
 from tests.unit.coordinator.builders import STATS, heartbeat, register
 
 MODEL = Path(__file__).parents[3] / "configs" / "models" / "tiny-ouro"
-WAIT_S = 10.0
+WAIT_S = 30.0
 DRAIN_LIMIT_S = 7.0
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -55,7 +55,7 @@ class Answer:
 
     async def whole(self) -> "Answer":
         async with asyncio.timeout(WAIT_S):
-            await self.task
+            await asyncio.shield(self.task)  # else it would end early and in silence
         return self
 
     async def status(self) -> tuple[grpc.StatusCode, str]:
