@@ -39,6 +39,7 @@ from loopline.config_sections import (
 from loopline.errors import ConfigError
 from loopline.faults import FaultList, check_workers, faults_of
 from loopline.security import (
+    MIN_TOKEN_CHARS,
     Access,
     ClusterSecurity,
     Credentials,
@@ -255,7 +256,8 @@ def _check_secrets(config: ClusterConfig, now: datetime.datetime, with_clients: 
 
 
 def resolve_paths(raw: dict[str, Any], folder: Path) -> None:
-    """Make the relative paths of a YAML file in `folder` absolute; what is no path is left for the schema to name."""
+    """Make the relative paths of a YAML file in `folder` absolute; what is no path is left for the schema to name.
+    Raises ConfigError for one that leads nowhere."""
     security = raw.get("security")
     tls = security.get("tls") if isinstance(security, dict) else None
     places: tuple[tuple[Any, tuple[str, ...]], ...] = (
@@ -266,7 +268,10 @@ def resolve_paths(raw: dict[str, Any], folder: Path) -> None:
     for section, keys in places:
         for key in keys if isinstance(section, dict) else ():
             if isinstance(section.get(key), str) and section[key]:
-                section[key] = str((folder / Path(section[key]).expanduser()).resolve())
+                try:
+                    section[key] = str((folder / Path(section[key]).expanduser()).resolve())
+                except (RuntimeError, ValueError, OSError):  # of no user, through a link to itself, with a NUL
+                    raise ConfigError(f"{key} names no path that can be followed") from None  # it may be a secret
 
 
 def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig:
@@ -285,8 +290,8 @@ def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig
         held = "text" if isinstance(raw, str) else repr(raw)  # text may be that of a file of secrets
         raise ConfigError(f"{file}: holds {held}; allowed: a mapping with the keys {_keys(ClusterConfig)}")
     raw.setdefault("name", file.stem)
-    resolve_paths(raw, file.resolve().parent)
     try:
+        resolve_paths(raw, file.resolve().parent)
         config = ClusterConfig.model_validate(raw)
         _check_secrets(config, datetime.datetime.now(datetime.UTC), with_clients)
     except ValidationError as error:
@@ -305,9 +310,22 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.MarkedYAMLError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                    raise yaml.MarkedYAMLError(None, None, f"{_shown(key.value)} is there twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """What the library's constructors raise of a value such as `2024-99-99` is a fault of the file too."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, KeyError, AttributeError):
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.MarkedYAMLError(None, None, f"not a value of the type {kind}", node.start_mark) from None
+
+
+def _shown(key: str) -> str:
+    """A key for people; one as long as a token may be one, in the wrong place."""
+    return f"the key {key!r}" if len(key) < MIN_TOKEN_CHARS else f"a key of {len(key)} characters"
 
 
 def _yaml_fault(error: yaml.YAMLError) -> str:
@@ -320,10 +338,12 @@ def _yaml_fault(error: yaml.YAMLError) -> str:
 def _fault_text(loc: tuple[int | str, ...], fault: Any) -> str:
     if fault["type"] == _CROSS:
         return str(fault["msg"])
-    key = ".".join(str(part) for part in loc if part != "[key]")
+    parts = [str(part) for part in loc if part != "[key]"]
+    key = ".".join(parts)
     section, name = _section_of(loc)
     if fault["type"] in ("extra_forbidden", "invalid_key"):
-        return f"{key}: no such key; allowed: {_keys(section)}"
+        shown = ".".join([*parts[:-1], parts[-1] if len(parts[-1]) < MIN_TOKEN_CHARS else _shown(parts[-1])])
+        return f"{shown}: no such key; allowed: {_keys(section)}"
     if fault["type"] == "missing":
         return f"{key} is missing; needed: {_allowed(section, name)}"
     value = f"of type {type(fault['input']).__name__}" if loc[0] == "security" else repr(fault["input"])

@@ -119,6 +119,26 @@ def test_a_fault_names_key_value_and_what_is_allowed(tmp_path: Path, text: str, 
     assert _fault(tmp_path, text).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: {path: ~nosuchuser/x}", "path names no path that can be followed"),
+        ('model: {path: "a\\0b"}', "path names no path that can be followed"),
+        ("{model: {path: x}, security: {cluster_token_file: ~nosuchuser/x}}", "cluster_token_file names no path"),
+        ("{model: {path: x}, name: 2024-99-99}", "line 1, column 26: not a value of the type timestamp"),
+        (f"{{model: {{path: x}}, coordinator: {{port: {'9' * 5000}}}}}", "not a value of the type int"),
+        ("{model: {path: x}, coordinator: {port: !!bool x}}", "not a value of the type bool"),
+        ("{model: {path: x}, name: !!timestamp x}", "not a value of the type timestamp"),
+        (f"{{model: {{path: x}}, security: {{{'S' * 40}: 1}}}}", "security.a key of 40 characters: no such key"),
+        (f"{{model: {{path: x}}, {'S' * 40}: 1, {'S' * 40}: 2}}", "a key of 40 characters is there twice"),
+    ],
+)
+def test_what_cannot_even_be_read_is_a_fault_of_the_file(tmp_path: Path, text: str, expected: str) -> None:
+    fault = _fault(tmp_path, text)
+    assert expected in fault
+    assert "SSS" not in fault
+
+
 def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
         load_config(tmp_path / "nowhere.yaml")
