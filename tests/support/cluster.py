@@ -37,7 +37,7 @@ def wait_until(condition: Callable[[], T], what: str, deadline_s: float = DEADLI
         time.sleep(_PAUSE_S)
 
 
-def write_config(path: Path, model: Path, **groups: dict[str, object]) -> Path:
+def write_config(path: Path, model: Path, /, **groups: dict[str, object]) -> Path:
     """A cluster YAML for `model` in fp32 on any free port; `groups` override whole sections key by key."""
     sections: dict[str, dict[str, object]] = {
         "model": {"path": str(model), "dtype": "fp32"},
