@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 
-from loopline.config import load_config
 from loopline.intake import Chat, Prompt, RequestOptions
 from loopline.request import InitialState
 from loopline.security import Credentials, read_tokens
@@ -123,6 +122,8 @@ def shown_credentials(
         return credential_files(token_file=token_file, ca_file=ca_file, cert_file=cert_file, key_file=key_file)
     if ca_file is not None or cert_file is not None or key_file is not None:
         raise typer.BadParameter("give either --config or --ca-file, --cert-file and --key-file")
+    from loopline.config import load_config  # measuring an engine needs none of what it loads
+
     found = load_config(config, with_clients=False).read_security(with_clients=False).credentials
     return found if token_file is None else replace(found, token=read_tokens(token_file)[0])
 
