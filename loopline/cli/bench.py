@@ -1,7 +1,5 @@
 """`loopline bench`: what Loopline itself costs on this machine."""
 
-import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from loopline.bench.host import QUICK, Sizes, measure
-from loopline.bench.plot import check_can_plot, plot
+from loopline.bench.plot import plot
 from loopline.cli.bench_engine import engine
 from loopline.cli.bench_overload import overload
+from loopline.cli.bench_report import check_targets, hand_over, say
 from loopline.cli.bench_router import router
 from loopline.cli.bench_transfer import transfer
 
@@ -39,25 +38,12 @@ def host(
     ] = None,
 ) -> None:
     """Time planning and committing on the CPU, without a model, against plainer ways to do the same."""
-    for option, path in (("--json", json_path), ("--plot", plot_path)):
-        if path not in (None, "-") and not Path(path).parent.is_dir():
-            raise typer.BadParameter(f"{option} is {str(path)!r}; its folder does not exist")
-    if plot_path is not None:
-        check_can_plot()
+    check_targets(json_path, plot_path)
     sizes = QUICK if quick else Sizes()
-    report = measure(sizes if steps is None else replace(sizes, steps=steps), _say)
-    if json_path == "-":
-        sys.stdout.write(json.dumps(report) + "\n")
-    else:
-        _show(report)
-    if json_path not in (None, "-"):
-        Path(json_path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = measure(sizes if steps is None else replace(sizes, steps=steps), say)
+    hand_over(report, json_path, _show)
     if plot_path is not None:
         plot(report, plot_path)
-
-
-def _say(part: str) -> None:
-    sys.stderr.write(f"{part} ...\n")
 
 
 def _show(report: dict[str, Any]) -> None:

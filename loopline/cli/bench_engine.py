@@ -1,8 +1,5 @@
 """`loopline bench engine`: what the engine's steps cost on a device, beside plainer ways and a floor."""
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loopline.bench.engine_plot import plot_engine
-from loopline.bench.plot import check_can_plot
+from loopline.cli.bench_report import check_targets, command_line, hand_over, say
 
 _ELEMENTWISE = "plain-graph / elementwise-graph"  # a ratio of the report
 
@@ -60,11 +57,7 @@ def engine(
     from loopline.bench.engine import EngineBench, measure  # it loads torch, and other commands do without
     from loopline.bench.engine_idle import IdleSizes
 
-    for option, path in (("--json", json_path), ("--plot", plot_path)):
-        if path not in (None, "-") and not Path(path).parent.is_dir():
-            raise typer.BadParameter(f"{option} is {str(path)!r}; its folder does not exist")
-    if plot_path is not None:
-        check_can_plot()
+    check_targets(json_path, plot_path)
     bench = EngineBench(
         model=model,
         random_weights=random_weights,
@@ -80,15 +73,10 @@ def engine(
         per_row_all=per_row_all,
         idle=IdleSizes() if idle else None,
     )
-    report = measure(bench, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), _say)
-    if json_path not in (None, "-"):
-        Path(json_path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = measure(bench, command_line(), say)
     if plot_path is not None:
         plot_engine(report, plot_path)
-    if json_path == "-":
-        sys.stdout.write(json.dumps(report) + "\n")
-    else:
-        _show(report)
+    hand_over(report, json_path, _show)
 
 
 def _points(option: str, text: str) -> tuple[tuple[int, int], ...]:
@@ -96,11 +84,6 @@ def _points(option: str, text: str) -> tuple[tuple[int, int], ...]:
         return tuple((int(a), int(b)) for a, b in (part.split("x") for part in text.split(",") if part.strip()))
     except ValueError:
         raise typer.BadParameter(f"{option} is {text!r}; allowed: pairs such as 1x512,32x512") from None
-
-
-def _say(part: str) -> None:
-    sys.stderr.write(f"{part}\n")
-    sys.stderr.flush()
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -1,9 +1,6 @@
 """`loopline bench overload`: what a cluster does with more requests than it can take."""
 
 import asyncio
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +9,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from loopline.cli.bench_report import check_targets, command_line, hand_over, say
 from loopline.cli.options import with_credential_files
 from loopline.security import Credentials
 
@@ -55,8 +53,7 @@ def overload(
     """Offer a cluster as much as it can take, and several times as much, in turns."""
     from loopline.bench.overload import OverloadBench, measure  # it loads a launcher, and other commands do without
 
-    if json_path not in (None, "-") and not Path(str(json_path)).parent.is_dir():
-        raise typer.BadParameter(f"--json is {json_path!r}; its folder does not exist")
+    check_targets(json_path)
     if sum(one is not None for one in (config, address, model)) != 1:
         raise typer.BadParameter("give one of --config, --address and --model")
     bench = OverloadBench(
@@ -75,19 +72,8 @@ def overload(
         readers=readers,
         pause_s=pause,
     )
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    report = asyncio.run(measure(bench, command, _say, credentials))
-    if json_path not in (None, "-"):
-        Path(str(json_path)).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if json_path == "-":
-        sys.stdout.write(json.dumps(report) + "\n")
-    else:
-        _show(report)
-
-
-def _say(part: str) -> None:
-    sys.stderr.write(f"{part}\n")
-    sys.stderr.flush()
+    report = asyncio.run(measure(bench, command_line(), say, credentials))
+    hand_over(report, json_path, _show)
 
 
 def _numbers(text: str) -> tuple[float, ...]:

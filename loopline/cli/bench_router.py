@@ -1,8 +1,5 @@
 """`loopline bench router`: what a routing decision costs, and what a policy is worth."""
 
-import json
-import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +8,7 @@ from rich.table import Table
 
 from loopline.bench import router_prefixes
 from loopline.bench.router import QUICK, Sizes, measure
+from loopline.cli.bench_report import check_targets, hand_over, say
 
 
 def router(
@@ -25,25 +23,15 @@ def router(
     ] = None,
 ) -> None:
     """Time decisions at up to 1,000 scripted workers and 10,000 queued requests; or compare policies on a trace."""
-    if json_path not in (None, "-") and not Path(json_path).parent.is_dir():
-        raise typer.BadParameter(f"--json is {json_path!r}; its folder does not exist")
+    check_targets(json_path)
     if prefixes:
         scenario = router_prefixes.QUICK if quick else router_prefixes.Scenario()
-        report, show = router_prefixes.compare(scenario, say=_say), _show_prefixes
+        report, show = router_prefixes.compare(scenario, say=say), _show_prefixes
     else:
         sizes = QUICK if quick else Sizes()
         sizes = sizes if rounds is None else Sizes(**{**vars(sizes), "rounds": rounds})
-        report, show = measure(sizes, _say), _show
-    if json_path == "-":
-        sys.stdout.write(json.dumps(report) + "\n")
-        return
-    show(report)
-    if json_path is not None:
-        Path(json_path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def _say(part: str) -> None:
-    sys.stderr.write(f"{part} ...\n")
+        report, show = measure(sizes, say), _show
+    hand_over(report, json_path, show)
 
 
 def _show(report: dict[str, Any]) -> None:

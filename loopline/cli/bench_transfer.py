@@ -1,8 +1,5 @@
 """`loopline bench transfer`: what moving a prompt's KV to another process costs, by how it is described."""
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +8,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from loopline.bench.plot import check_can_plot
 from loopline.bench.transfer_plot import plot_transfer
+from loopline.cli.bench_report import check_targets, command_line, hand_over, say
 
 _Model = Annotated[
     str,
@@ -54,11 +51,7 @@ def transfer(
     """Push one prompt's KV to another process, in turns with other ways to lay it out and to describe it."""
     from loopline.bench.transfer import TransferBench, measure  # it loads torch, and other commands do without
 
-    for option, path in (("--json", json_path), ("--plot", plot_path)):
-        if path not in (None, "-") and not Path(path).parent.is_dir():
-            raise typer.BadParameter(f"{option} is {str(path)!r}; its folder does not exist")
-    if plot_path is not None:
-        check_can_plot()
+    check_targets(json_path, plot_path)
     bench = TransferBench(
         model=model,
         tokens=tokens,
@@ -69,20 +62,10 @@ def transfer(
         overlap=overlap,
         compute_ms=compute_ms,
     )
-    report = measure(bench, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), _say)
-    if json_path not in (None, "-"):
-        Path(json_path).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = measure(bench, command_line(), say)
     if plot_path is not None:
         plot_transfer(report, plot_path)
-    if json_path == "-":
-        sys.stdout.write(json.dumps(report) + "\n")
-    else:
-        _show(report)
-
-
-def _say(part: str) -> None:
-    sys.stderr.write(f"{part}\n")
-    sys.stderr.flush()
+    hand_over(report, json_path, _show)
 
 
 def _show(report: dict[str, Any]) -> None:
