@@ -139,7 +139,7 @@ class Dispatcher:
     # ---- clients ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def place(self) -> Iterator[None]:
+    def hold_place(self) -> Iterator[None]:
         """Hold a place in the queue for a request that is being read, so that its refusal costs nothing more. Raises
         what `submit` would raise of any request: RequestRefused while draining, Overloaded."""
         self._require_open()

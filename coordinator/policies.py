@@ -67,8 +67,8 @@ class PowerOfTwo:
         draws = blake2b(key.encode(), digest_size=_DRAWS * _DRAW_BYTES).digest()
         drawn: list[WorkerRoom] = []
         for first in range(0, len(draws), _DRAW_BYTES):
-            place = int.from_bytes(draws[first : first + _DRAW_BYTES]) % candidates.num_places
-            room = candidates.at(place)
+            index = int.from_bytes(draws[first : first + _DRAW_BYTES]) % candidates.num_workers
+            room = candidates.at(index)
             if room is not None and room not in drawn:
                 drawn.append(room)
             if len(drawn) == 2:

@@ -299,7 +299,7 @@ class Registry:
 
     @property
     def has_ready_pair(self) -> bool:
-        """Whether a decode worker is ready; like the snapshot's, at no cost."""
+        """Whether a decode worker is ready."""
         decode = (member for member in self._alive.values() if member.register.role is Role.DECODE)
         return any(not member.draining and self._ready_pairs(member) for member in decode)
 

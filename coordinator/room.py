@@ -97,13 +97,13 @@ class Candidates:
         return filter(self._is_able, self._workers)
 
     @property
-    def num_places(self) -> int:
+    def num_workers(self) -> int:
         """Workers that may be looked at, with room or without."""
         return len(self._workers)
 
-    def at(self, place: int) -> WorkerRoom | None:
-        """The worker at a place below `num_places`; None if it has no room."""
-        room = self._workers[place]
+    def at(self, index: int) -> WorkerRoom | None:
+        """The worker at an index below `num_workers`; None if it has no room."""
+        room = self._workers[index]
         return room if self._is_able(room) else None
 
     def find(self, worker: WorkerId) -> WorkerRoom | None:

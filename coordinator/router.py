@@ -87,7 +87,7 @@ class Round:
     ) -> WorkerView | None:
         """The decode worker to ask for blocks, or None: no room now. `group`: only workers that compute the same."""
         candidates = self._room.for_decode(request, group, is_suspect)
-        if not candidates.num_places:
+        if not candidates.num_workers:
             return None
         hints = self._hints(request, Role.DECODE)
         return _checked(self._router.policy.choose_decode(request, candidates, hints), candidates)
@@ -98,7 +98,7 @@ class Round:
         if holder is None:
             return None
         candidates = self._room.for_prefill(request, holder, is_suspect)
-        if not candidates.num_places:
+        if not candidates.num_workers:
             return None
         hints = self._hints(request, Role.PREFILL)
         return _checked(self._router.policy.choose_prefill(request, candidates, hints), candidates)

@@ -109,7 +109,7 @@ class LooplineServicer(loopline_pb2_grpc.LooplineServicer):
     async def _read(self, message: Any) -> Submission:
         """In a thread, which goes on to its end if the client leaves: until then the request has its place."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._dispatcher.place())
+            stack.enter_context(self._dispatcher.hold_place())
             reading = asyncio.ensure_future(asyncio.to_thread(self._intake.resolve, message))
             held = stack.pop_all()
 

@@ -123,10 +123,6 @@ class ClusterSnapshot:
     def find(self, worker: WorkerId) -> WorkerView | None:
         return next((view for view in self.workers if view.worker == worker), None)
 
-    @property
-    def has_ready_pair(self) -> bool:
-        return any(view.state is WorkerState.READY for view in self.with_role(Role.DECODE))
-
     def arena_tokens(self) -> int | None:
         """Tokens of the largest request that some pairing group can run; None while no group has both roles."""
         most: dict[Fingerprint, dict[Role, int]] = {}

@@ -9,7 +9,7 @@ from loopline.telemetry.metrics import Histogram
 _STEP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
-class Phase(StrEnum):
+class TokenPhase(StrEnum):
     """Whether a token was known before its step."""
 
     PREFILL = "prefill"
@@ -41,10 +41,10 @@ class StepCounts:
             rows = 0 if segment.decode is None else len(segment.decode)
             known = sum(run.num_tokens for run in segment.runs)
             decode, prefill = decode + rows, prefill + known
-            self.token_loops[Phase.DECODE] += rows * depth
-            self.token_loops[Phase.PREFILL] += known * depth
-        self.tokens[Phase.DECODE] += decode
-        self.tokens[Phase.PREFILL] += prefill
+            self.token_loops[TokenPhase.DECODE] += rows * depth
+            self.token_loops[TokenPhase.PREFILL] += known * depth
+        self.tokens[TokenPhase.DECODE] += decode
+        self.tokens[TokenPhase.PREFILL] += prefill
         kind = Rows.MIXED if prefill and decode else Rows.PREFILL if prefill else Rows.DECODE
         self.seconds[kind].observe(taken_s)
 

@@ -64,6 +64,34 @@ class WorkerCore(Protocol):
         ...
 
 
+class CoreAround:
+    """A `WorkerCore` around another one, which it asks everything; what looks at events or steps says so in a method of
+    its own."""
+
+    def __init__(self, core: WorkerCore) -> None:
+        self._core = core
+        self.tick = core.tick
+
+    def handle(self, event: object) -> None:
+        self._core.handle(event)
+
+    def stepped(self, outcome: StepOutcome) -> None:
+        self._core.stepped(outcome)
+
+    @property
+    def is_draining(self) -> bool:
+        return self._core.is_draining
+
+    def handoffs(self) -> Pairs:
+        return self._core.handoffs()
+
+    def ignored(self) -> Pairs:
+        return self._core.ignored()
+
+    def known(self) -> tuple[HandoffKey, ...]:
+        return self._core.known()
+
+
 @dataclass(frozen=True)
 class _Stop:
     """Ends the thread."""

@@ -16,12 +16,11 @@ from kvtransfer.agent import TransferAgent
 from kvtransfer.faulty_agent import FaultyAgent
 from loopline.clock import Clock
 from loopline.faults import MESSAGE_KINDS, PROCESS_KINDS, PUSHING, TRANSPORT_KINDS
-from loopline.identity import HandoffKey
 from loopline.messages import CoordinatorMessage, Reserve, StartPrefill, WorkerMessage
 from loopline.request import Request
 from loopline.sched.plan import StepOutcome
 from loopline.settings import FaultSettings
-from loopline.worker.engine_thread import Pairs, WorkerCore
+from loopline.worker.engine_thread import CoreAround, WorkerCore
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", WorkerMessage, CoordinatorMessage)
@@ -132,17 +131,16 @@ class FaultyMessages(Generic[M]):
                 self._deliver(each)
 
 
-class _FaultyCore:
+class _FaultyCore(CoreAround):
     """A `WorkerCore` that hears of a step only after its faults were committed."""
 
     def __init__(
         self, core: WorkerCore, given: Callable[[Request], None], stepped: Callable[[StepOutcome], None]
     ) -> None:
         """`given` hears of each request that the worker is given, `stepped` of each step, before the core does."""
-        self._core = core
+        super().__init__(core)
         self._given = given
         self._stepped = stepped
-        self.tick = core.tick
 
     def handle(self, event: object) -> None:
         if isinstance(event, Reserve | StartPrefill):
@@ -152,19 +150,6 @@ class _FaultyCore:
     def stepped(self, outcome: StepOutcome) -> None:
         self._stepped(outcome)
         self._core.stepped(outcome)
-
-    @property
-    def is_draining(self) -> bool:
-        return self._core.is_draining
-
-    def handoffs(self) -> Pairs:
-        return self._core.handoffs()
-
-    def ignored(self) -> Pairs:
-        return self._core.ignored()
-
-    def known(self) -> tuple[HandoffKey, ...]:
-        return self._core.known()
 
 
 def _words(fault: FaultSettings) -> str:

@@ -11,7 +11,7 @@ from prometheus_client.core import Metric
 from kvtransfer.handoff import ReceiveState, SendState
 from kvtransfer.push_counts import PushCounts, PushResult
 from loopline.engine.engine import Engine
-from loopline.engine.step_counts import Phase
+from loopline.engine.step_counts import TokenPhase
 from loopline.errors import AddressInUse
 from loopline.identity import BudgetCounts, Cause, Role, WorkerLoad
 from loopline.messages import Granted, LocalPrefillStarted, RequestFailed, Reserved, WorkerMessage
@@ -110,8 +110,8 @@ class WorkerMetrics:
 
     def _collect_steps(self) -> Iterator[Metric]:
         steps = self._steps
-        yield counts_by(catalogue.TOKEN_LOOPS, Phase, steps.token_loops)
-        yield counts_by(catalogue.COMPUTED_TOKENS, Phase, steps.tokens)
+        yield counts_by(catalogue.TOKEN_LOOPS, TokenPhase, steps.token_loops)
+        yield counts_by(catalogue.COMPUTED_TOKENS, TokenPhase, steps.tokens)
         yield histogram_of(catalogue.STEP_SECONDS, {(rows.value,): one for rows, one in steps.seconds.items()})
         yield value_of(catalogue.FAILED_STEPS, steps.failed_steps)
         yield value_of(catalogue.PREEMPTIONS, self._scheduler.num_preempted)

@@ -30,9 +30,8 @@ from loopline.messages import (
     WorkerMessage,
 )
 from loopline.request import Request
-from loopline.sched.plan import StepOutcome
 from loopline.telemetry.traces import Span, Tracing, Value
-from loopline.worker.engine_thread import Pairs, WorkerCore
+from loopline.worker.engine_thread import CoreAround, WorkerCore
 from loopline.worker.events import CoordinatorLost
 
 logger = logging.getLogger(__name__)
@@ -228,30 +227,13 @@ class WorkerTraces:
             self._reserved.discard(key.request_id)
 
 
-class _TracedCore:
+class _TracedCore(CoreAround):
     """A `WorkerCore` whose events are looked at first."""
 
     def __init__(self, core: WorkerCore, before: Callable[[object], None]) -> None:
-        self._core = core
+        super().__init__(core)
         self._before = before
-        self.tick = core.tick
 
     def handle(self, event: object) -> None:
         self._before(event)
         self._core.handle(event)
-
-    def stepped(self, outcome: StepOutcome) -> None:
-        self._core.stepped(outcome)
-
-    @property
-    def is_draining(self) -> bool:
-        return self._core.is_draining
-
-    def handoffs(self) -> Pairs:
-        return self._core.handoffs()
-
-    def ignored(self) -> Pairs:
-        return self._core.ignored()
-
-    def known(self) -> tuple[HandoffKey, ...]:
-        return self._core.known()

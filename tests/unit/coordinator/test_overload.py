@@ -59,7 +59,7 @@ def test_the_client_learns_when_to_come_again() -> None:
 def test_a_request_that_is_being_read_takes_a_place() -> None:
     async def script(cluster: ScriptedCluster) -> None:
         dispatcher = cluster.dispatcher
-        with dispatcher.place(), dispatcher.place():
+        with dispatcher.hold_place(), dispatcher.hold_place():
             code, _ = await Answer(cluster, message()).status()
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         code, _ = await Answer(cluster, message(max_tokens=0)).status()

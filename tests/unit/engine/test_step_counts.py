@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from loopline.engine.engine import Engine
-from loopline.engine.step_counts import Phase, Rows
+from loopline.engine.step_counts import Rows, TokenPhase
 from loopline.identity import Cause
 from loopline.request import Request, SamplingParams
 from loopline.sched.policy import UnifiedPolicy
@@ -33,8 +33,8 @@ def run(engine: Engine, *request_ids: str) -> None:
 def test_a_request_costs_its_tokens_times_its_depth_and_a_cached_one_less(engine: Engine) -> None:
     counts, found = engine.counts, engine.scheduler.prefix_counts
     run(engine, "r1")
-    assert counts.token_loops == {Phase.PREFILL: len(PROMPT) * LOOPS, Phase.DECODE: (NEW - 1) * LOOPS}
-    assert counts.tokens == {Phase.PREFILL: len(PROMPT), Phase.DECODE: NEW - 1}
+    assert counts.token_loops == {TokenPhase.PREFILL: len(PROMPT) * LOOPS, TokenPhase.DECODE: (NEW - 1) * LOOPS}
+    assert counts.tokens == {TokenPhase.PREFILL: len(PROMPT), TokenPhase.DECODE: NEW - 1}
     assert (found.queries, found.hits) == (len(PROMPT), 0)
     assert counts.seconds[Rows.PREFILL].count == 1
     assert counts.seconds[Rows.DECODE].count == NEW - 1
@@ -42,7 +42,7 @@ def test_a_request_costs_its_tokens_times_its_depth_and_a_cached_one_less(engine
     run(engine, "r2")
     cached = 32  # the whole blocks of 16
     assert (found.queries, found.hits) == (2 * len(PROMPT), cached)
-    assert counts.tokens[Phase.PREFILL] == 2 * len(PROMPT) - cached
+    assert counts.tokens[TokenPhase.PREFILL] == 2 * len(PROMPT) - cached
 
 
 def test_a_reservation_looks_for_its_prompt_once_and_for_no_answer(engine: Engine) -> None:
