@@ -89,7 +89,9 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def launched(config: Path, folder: Path, credentials: Credentials = NO_CREDENTIALS) -> Iterator[Cluster]:
+def launched(
+    config: Path, folder: Path, credentials: Credentials = NO_CREDENTIALS, ready_s: float = READY_S
+) -> Iterator[Cluster]:
     """`loopline launch` until it serves; ends it with one SIGTERM and checks that no process is left."""
     ready = folder / "ready.json"
     command = [str(LOOPLINE), "launch", str(config), "--ready-file", str(ready)]
@@ -98,7 +100,7 @@ def launched(config: Path, folder: Path, credentials: Credentials = NO_CREDENTIA
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
     try:
-        wait_until(lambda: ready.is_file() or process.poll() is not None, "the cluster serves", READY_S)
+        wait_until(lambda: ready.is_file() or process.poll() is not None, "the cluster serves", ready_s)
         assert process.poll() is None, (folder / "launch.log").read_text()
         cluster = Cluster(process, json.loads(ready.read_text())["address"], folder / "run", credentials)
         children = cluster.descendants()
