@@ -309,6 +309,7 @@ def _engine(point: DecodePoint, *, replays: bool = True) -> Step:
         return lambda: loop.run(columns, point.depth, point.previous).logits.argmax(dim=1)
     width = layout.blocks_for(point.model.spec.context_tokens)
     graphs = GraphDecode(forward, point.num_rows, width, point.previous, replays=replays)
+    graphs.run_largest(point.depth)  # what nothing was captured for runs kernel by kernel
     return lambda: _chosen(graphs.run(columns, point.depth, point.previous).chosen)
 
 

@@ -33,8 +33,8 @@ from loopline.sched.plan import RowRun
 from loopline.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
-_SLACK_BYTES = 512 << 20
-"""Left free beside what was measured: graphs of the smaller buckets, libraries' workspaces."""
+_SLACK_BYTES = 1536 << 20
+"""Left free beside what was measured: what the driver takes by itself, as for its context, kernels and graphs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ def memory_budget(settings: EngineSettings, model: LoopedModel, layout: KVLayout
     if not settings.device.startswith("cuda"):
         return int(free_bytes(settings.device) * settings.memory_fraction)
     _return_unused()
-    weights = free_at_start - free_bytes(settings.device)
+    weights = torch.cuda.memory_reserved(settings.device)
     workspace = _workspace_bytes(settings, model, layout)
     budget = int(free_at_start * settings.memory_fraction) - weights - workspace - _SLACK_BYTES
     logger.info(
@@ -147,8 +147,12 @@ def most_prompt_tokens(settings: EngineSettings, depth: int) -> int:
 
 
 def _workspace_bytes(settings: EngineSettings, model: LoopedModel, layout: KVLayout) -> int:
-    """What the largest decode graph and the largest prompt step take beside weights and arena."""
-    before = free_bytes(settings.device)
+    """What the largest decode graph and the largest prompt step take beside weights and arena.
+
+    By this process's own allocator: what is free on the device also changes by what others there do meanwhile.
+    """
+    before = torch.cuda.memory_reserved(settings.device)
+    torch.cuda.reset_peak_memory_stats(settings.device)
     tokens = most_prompt_tokens(settings, 1)
     try:
         with torch.inference_mode():
@@ -160,9 +164,9 @@ def _workspace_bytes(settings: EngineSettings, model: LoopedModel, layout: KVLay
             f"no memory on {settings.device} for a step of {settings.scheduler.max_running} decode rows and {tokens} "
             "prompt tokens beside the weights; lower scheduler.max_running, chunk_tokens or max_token_loops"
         ) from error
-    taken = before - free_bytes(settings.device)
+    taken = torch.cuda.max_memory_reserved(settings.device) - before
     _return_unused()
-    return max(0, taken)
+    return taken
 
 
 def _return_unused() -> None:
