@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,6 +52,12 @@ def write_config(path: Path, model: Path, /, **groups: dict[str, object]) -> Pat
     return path
 
 
+def worker_names(config: Path) -> list[str]:
+    """Whom a launcher starts by this YAML."""
+    sections = yaml.safe_load(config.read_text(encoding="utf-8"))
+    return [f"{role}-{n}" for role in ("prefill", "decode") for n in range(sections.get(role, {}).get("replicas", 1))]
+
+
 class Cluster:
     """A running cluster."""
 
@@ -84,6 +90,23 @@ class Cluster:
         except AssertionError as error:
             raise AssertionError(f"{error}; status: {self.client.status()}") from None
 
+    def is_whole(self, names: Iterable[str]) -> bool:
+        """Whether these workers are ready, and each prefill worker has a link to each decode worker."""
+        ready = {name: worker for name, worker in self.workers().items() if worker.state == "ready"}
+        decode = {name for name in names if ready.get(name) is not None and ready[name].role == "decode"}
+        links = [{link.peer for link in worker.links} for worker in ready.values() if worker.role == "prefill"]
+        return ready.keys() >= set(names) and all(peers >= decode for peers in links)
+
+    @contextlib.contextmanager
+    def stopped(self, name: str) -> Iterator[None]:
+        """A worker stands still meanwhile, and keeps what it is given. For less than a lease."""
+        process = psutil.Process(self.workers()[name].pid)
+        process.suspend()
+        try:
+            yield
+        finally:
+            process.resume()
+
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
@@ -92,7 +115,8 @@ class Cluster:
 def launched(
     config: Path, folder: Path, credentials: Credentials = NO_CREDENTIALS, ready_s: float = READY_S
 ) -> Iterator[Cluster]:
-    """`loopline launch` until it serves; ends it with one SIGTERM and checks that no process is left."""
+    """`loopline launch` until all its workers serve, not only the first pair; ends it with one SIGTERM and checks that
+    no process is left."""
     ready = folder / "ready.json"
     command = [str(LOOPLINE), "launch", str(config), "--ready-file", str(ready)]
     command += ["--port", "0", "--run-dir", str(folder / "run")]
@@ -103,6 +127,8 @@ def launched(
         wait_until(lambda: ready.is_file() or process.poll() is not None, "the cluster serves", ready_s)
         assert process.poll() is None, (folder / "launch.log").read_text()
         cluster = Cluster(process, json.loads(ready.read_text())["address"], folder / "run", credentials)
+        names = worker_names(config)
+        wait_until(lambda: cluster.is_whole(names), f"{names} are ready", ready_s)
         children = cluster.descendants()
         yield cluster
         cluster.client.close()
