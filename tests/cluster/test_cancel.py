@@ -9,6 +9,8 @@ from loopline.client import Accepted, AsyncClient, Chunk
 from tests.support.cluster import LOOPLINE, Cluster
 
 ROUNDS = 200
+LONG_ANSWER = 80
+"""Tokens that no machine generates in most of the limits."""
 PROMPT = tuple(b"def main(arguments):\n    parser = argparse.ArgumentParser(description=__doc__)\n" * 2)
 
 
@@ -43,7 +45,9 @@ def test_random_sends_and_cancels(ouro: Cluster) -> None:
     async def send_and_cancel(client: AsyncClient, room: asyncio.Semaphore, limit_s: float, length: int) -> bool:
         async with room:
             try:
-                await asyncio.wait_for(client.complete(PROMPT[:length], max_tokens=40, ignore_eos=True), limit_s)
+                await asyncio.wait_for(
+                    client.complete(PROMPT[:length], max_tokens=LONG_ANSWER, ignore_eos=True), limit_s
+                )
             except TimeoutError:
                 return True
             return False

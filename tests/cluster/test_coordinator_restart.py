@@ -1,6 +1,7 @@
 """The coordinator is killed, stopped or told to leave under running answers: clients and workers come back to it, every
 answer is the undisturbed one, and afterwards no block is held anywhere."""
 
+import contextlib
 import logging
 import signal
 import threading
@@ -81,7 +82,15 @@ class Load:
 
 
 def coordinator(cluster: Cluster) -> psutil.Process:
-    return next(child for child in cluster.descendants() if "coordinator" in child.cmdline())
+    return wait_until(lambda: next(coordinators(cluster), None), "there is a coordinator")
+
+
+def coordinators(cluster: Cluster) -> Iterator[psutil.Process]:
+    """Of a launch there is one, but for the moment between its end and the next one's start."""
+    for child in cluster.descendants():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "coordinator" in child.cmdline():
+                yield child
 
 
 def plain_call(address: str) -> tuple[grpc.Channel, Any]:

@@ -33,7 +33,8 @@ def ask_all(cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def check_committed(folder: Path, worker: str, words: str) -> None:
-    assert has_committed(folder, worker, words), f"{worker} has not committed {words}"
+    """What a worker did need not be in its log before others have acted on it."""
+    wait_until(lambda: has_committed(folder, worker, words), f"{worker} has committed {words}")
 
 
 def check_answers_with_quarantine(cluster: Cluster, expected: list[tuple[int, ...]]) -> None:

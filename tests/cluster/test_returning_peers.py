@@ -17,7 +17,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from loopline.client import AsyncClient, Chunk, Client, Completion, Finished, WorkerInfo
+from loopline.client import Accepted, AsyncClient, Chunk, Client, Completion, Finished, WorkerInfo
 from loopline.engine.local import LocalEngine
 from tests.support.cluster import DEADLINE_S, LOOPLINE, READY_S, Cluster, launched, wait_until, write_config
 from tests.support.faulty import RETURN_S, Case, answers_alone
@@ -182,15 +182,10 @@ def test_a_short_prompt_does_not_wait_for_long_ones_whose_clients_have_left(
 
     async def send_and_leave() -> None:
         async with AsyncClient(cluster.address) as client:
-            calls = [asyncio.create_task(client.complete(prompt[n:], max_tokens=4)) for n in range(NUM_LEFT)]
-            while True:
-                status = await client.status()
-                if status.queued + status.running == NUM_LEFT and any(worker.running for worker in status.workers):
-                    break
-                await asyncio.sleep(0.01)
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            streams = [client.generate(prompt[n:], max_tokens=4) for n in range(NUM_LEFT)]
+            for event in await asyncio.gather(*(anext(stream) for stream in streams)):
+                assert isinstance(event, Accepted)
+            await asyncio.gather(*(stream.aclose() for stream in streams))
 
     async def within_a_limit() -> None:
         await asyncio.wait_for(send_and_leave(), RETURN_S)
@@ -206,17 +201,19 @@ def test_a_short_prompt_does_not_wait_for_long_ones_whose_clients_have_left(
 def test_a_prefill_worker_that_drains_outlives_its_pushes(
     cluster: Cluster, short: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    """Each push takes a while; the order to leave comes after the commit and before the first has arrived."""
+    """Each push takes a while; the order to leave comes after the commit and before the first has arrived. The other
+    prefill worker stands still until then, with the one request that it has room for."""
     slow: dict[str, object] = {"worker": "prefill-1", "do": "delay_push", "times": 1000, "seconds": 2.0}
     with by_hand(cluster, tmp_path, "prefill-1", faults=[slow]) as leaving, ThreadPoolExecutor(len(SHORT)) as pool:
-        answers = [pool.submit(complete, cluster, case) for case in SHORT]
 
         def num_committed() -> int:
             worker = cluster.workers().get("prefill-1")
             return worker.handoffs.get("committed", 0) if worker is not None else 0
 
-        committed = wait_until(num_committed, "a commit whose pushes are on their way")
-        leaving.terminate()
+        with cluster.stopped("prefill-0"):
+            answers = [pool.submit(complete, cluster, case) for case in SHORT]
+            committed = wait_until(num_committed, "a commit whose pushes are on their way")
+            leaving.terminate()
         assert leaving.wait(DEADLINE_S) == 0
         held = cluster.workers()["decode-0"].handoffs
         assert "quarantined" not in held, held
@@ -238,13 +235,14 @@ def test_a_worker_that_replaces_a_killed_one_at_its_port_serves_old_and_new_peer
         streams = [Stream(cluster, case) for case in LONG]
         for stream in streams:
             stream.read(3)  # one of the prefill worker, the others of a decode worker: nothing is on its way any more
-        wait_until(lambda: cluster.workers()["decode-hand"].running, "it has some of them")
         killed.kill()
         killed.wait()
     with by_hand(cluster, tmp_path, "decode-hand", port=port), by_hand(cluster, tmp_path, "prefill-new"):
         after = cluster.workers()["decode-hand"]
         assert after.address == before.address and after.uuid != before.uuid
         assert [stream.rest() for stream in streams] == long
+        earlier = [stream.finished.route.earlier for stream in streams if stream.finished is not None]
+        assert any(earlier), "it had some of them"
         missing = {("prefill-0", "decode-hand"), ("prefill-new", "decode-hand")}
 
         def all_served() -> bool:
