@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from loopline.identity import Fingerprint, WorkerId
-from loopline.kv.digests import BlockDigests, depth_root, prefix_parts
+from loopline.kv.digests import BlockDigests, request_root
 from loopline.messages import CUT_DIGEST_BYTES, PrefixReport
 from loopline.request import Request
 
@@ -113,13 +113,14 @@ class RequestPrefixes:
         return len(self._chains)
 
     def digests(self, request: Request, group: Fingerprint, block_size: int) -> Sequence[bytes]:
-        """Cut digests of the whole blocks of its known tokens, in order, as workers of this group name them."""
+        """Cut digests of the whole blocks of its known tokens, in order, as workers of this group name them; none where
+        they do not share its KV."""
         chains = self._chains.setdefault(request.request_id, {})
         chain = chains.get(group)
         if chain is None:
-            root = depth_root(prefix_parts(group), request.params.loops)
-            chain = chains[group] = _Chain(BlockDigests(root, block_size))
-        if len(chain.cut) < request.num_known_tokens // block_size:
+            root = request_root(group, request.params)
+            chain = chains[group] = _Chain(None if root is None else BlockDigests(root, block_size))
+        if chain.blocks is not None and len(chain.cut) < request.num_known_tokens // block_size:
             chain.blocks.extend((*request.prompt_ids, *request.generated_ids))
             chain.cut += [digest[:CUT_DIGEST_BYTES] for digest in chain.blocks.digests[len(chain.cut) :]]
         return chain.cut
@@ -130,5 +131,5 @@ class RequestPrefixes:
 
 @dataclass(eq=False, slots=True)
 class _Chain:
-    blocks: BlockDigests
+    blocks: BlockDigests | None  # None: nothing of the request is shared
     cut: list[bytes] = field(default_factory=list)

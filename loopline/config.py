@@ -60,7 +60,7 @@ _PATTERNS = {
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most"}
 _CROSS = "cross_check"
 T = TypeVar("T")
-_PREFIX_CACHE = {"auto": "auto", True: "on", False: "off"}  # YAML 1.1 reads on and off as booleans
+PREFIX_CACHE = {"auto": "auto", True: "on", False: "off"}  # YAML 1.1 reads on and off as booleans
 
 
 class ClusterConfig(Section):
@@ -120,7 +120,9 @@ class ClusterConfig(Section):
             cuda_graphs=group.cuda_graphs,
             max_loops=self.model.max_loops,
             block_size=self.kv.block_size,
-            prefix_cache=_PREFIX_CACHE[self.kv.prefix_cache],
+            prefix_cache=PREFIX_CACHE[self.kv.prefix_cache],
+            noise_key=self.model.noise_key,
+            noise_seed=self.model.noise_seed,
             num_blocks=group.num_blocks,
             memory_fraction=group.memory_fraction,
             max_arena_bytes=group.max_arena_bytes,
@@ -250,9 +252,7 @@ def _check_secrets(config: ClusterConfig, now: datetime.datetime, with_clients: 
         secret.append(files.key_file)
     for file in secret:
         if file is not None and is_open_to_others(file):
-            _LOG.warning(
-                "%s can be read or written by other users of this machine; it should be its owner's only", file
-            )
+            _LOG.warning("%s can be read or written by other users here; it should be its owner's only", file)
 
 
 def resolve_paths(raw: dict[str, Any], folder: Path) -> None:

@@ -49,6 +49,11 @@ class ModelConfig(Section):
     auto: packed, if it agrees with per_row on fixed prompts at start."""
     initial_state: Literal["noise", "zeros"] = "noise"
     """Huginn's state before the first loop where a request names none."""
+    noise_key: Literal["request", "position"] = "request"
+    """What Huginn's noise is keyed by, besides position and channel. request: the request's seed; position: noise_seed,
+    so that equal tokens have equal KV and prefixes can be shared."""
+    noise_seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
+    """The cluster's seed, where noise_key is position."""
     exit_gate: bool = False
     """Evaluate the exit gate with every token (Ouro), so that requests may ask for exit_probabilities."""
 
@@ -60,7 +65,8 @@ class KVConfig(Section):
     """Tokens a block."""
     prefix_cache: Literal["auto", True, False] = "auto"
     """Whether workers keep the KV of prompts and answers and find it again. auto: where KV depends on tokens alone
-    (Ouro)."""
+    (Ouro; Huginn with noise_key position, or from zeros); true: the same, and for Huginn with noise_key request an
+    error."""
 
 
 class CoordinatorConfig(Section):

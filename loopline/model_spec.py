@@ -64,6 +64,11 @@ class ModelSpec:
         return self.family is Family.OURO
 
     @property
+    def uses_initial_state(self) -> bool:
+        """Whether the loop starts from a state of its own, noise or zeros, and not from the embeddings."""
+        return self.family is Family.HUGINN
+
+    @property
     def initial_state_std(self) -> float:
         """Standard deviation of Huginn's initial state, times sqrt(width), before the cut at three deviations."""
         return math.sqrt(2.0 / 5.0)

@@ -31,7 +31,7 @@ class FinishReason(StrEnum):
 class InitialState(StrEnum):
     """Huginn's state before the first loop. Ouro has none and ignores this."""
 
-    NOISE = "noise"  # truncated normal, keyed by (request seed, position)
+    NOISE = "noise"  # truncated normal; `loopline.noise_key` says what it is keyed by
     ZEROS = "zeros"
 
 
@@ -52,7 +52,7 @@ class SamplingParams:
     min_p: float = 0.0
     """Drop tokens less likely than this fraction of the most likely one."""
     seed: int = 0
-    """Unsigned 64 bits; keys sampling and Huginn's noise."""
+    """Unsigned 64 bits; keys sampling, and Huginn's noise unless the cluster keys it by position."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 is off."""
     presence_penalty: float = 0.0

@@ -61,7 +61,11 @@ class EngineSettings:
     cuda_graphs: bool = True
     """Replay decode and prompt steps as CUDA graphs. Off: the same steps, kernel by kernel."""
     prefix_cache: str = "auto"
-    """on, off, or auto: on where the model's KV depends on tokens alone (Ouro)."""
+    """on, off, or auto: on for requests whose KV depends on tokens alone (`loopline.noise_key`)."""
+    noise_key: str = "request"
+    """What Huginn's noise is keyed by: request, its seed, or position, `noise_seed`."""
+    noise_seed: int = 0
+    """Unsigned 64 bits."""
     deterministic: bool = True
     """CPU: pad rows to tiles and use one torch thread, so that a row's result does not depend on its batch."""
     num_threads: int = 1

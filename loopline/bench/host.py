@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from loopline.bench import naive
 from loopline.bench.naive import BLOCK_SIZE, LOOPS, Race
 from loopline.errors import InvariantBroken
+from loopline.identity import Fingerprint
 from loopline.kv.ledger import Ledger
 from loopline.request import Request, SamplingParams
 from loopline.sched.plan import StepPlan, StepResult
@@ -222,7 +223,7 @@ def _scheduler(num_blocks: int, num_requests: int, chunk_tokens: int = 256) -> S
         chunk_tokens=chunk_tokens,
         max_token_loops=num_requests * chunk_tokens * LOOPS,
     )
-    return Scheduler(Ledger(num_blocks, BLOCK_SIZE), settings, UnifiedPolicy(), ("bench",))
+    return Scheduler(Ledger(num_blocks, BLOCK_SIZE), settings, UnifiedPolicy(), Fingerprint((("weights", "bench"),)))
 
 
 def _request(name: str, number: int, prompt_tokens: int, max_tokens: int) -> Request:

@@ -24,7 +24,7 @@ from loopline.bench import router_plain
 from loopline.bench.host import machine
 from loopline.clock import MonotonicClock
 from loopline.identity import BlockRun, Capacity, Fingerprint, HandoffKey, Peer, Role, WorkerId
-from loopline.kv.digests import BlockDigests, depth_root, prefix_parts
+from loopline.kv.digests import BlockDigests, noise_root
 from loopline.messages import (
     CUT_DIGEST_BYTES,
     Granted,
@@ -36,6 +36,7 @@ from loopline.messages import (
     Reserved,
     TokenRow,
 )
+from loopline.noise_key import NO_NOISE
 from loopline.request import Request, SamplingParams
 
 POLICIES = ("least_work", "power_of_two", "prefix_aware", "session_affinity")
@@ -106,7 +107,7 @@ class Scene:
     def router(self, policy: str) -> Router:
         """With what the policy may want to know: a quarter of all prefixes cached at each worker, every session."""
         router = Router(make_policy(policy))
-        root = depth_root(prefix_parts(GROUP), LOOPS)
+        root = noise_root(GROUP, LOOPS, NO_NOISE)
         chains = []
         for number in range(_NUM_PREFIXES):
             blocks = BlockDigests(root, BLOCK_SIZE)

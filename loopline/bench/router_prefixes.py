@@ -22,9 +22,10 @@ from loopline.bench.host import machine
 from loopline.bench.router import BLOCK_SIZE, GROUP, LOOPS
 from loopline.errors import InvariantBroken
 from loopline.identity import Capacity, Peer, Role, WorkerId
-from loopline.kv.digests import BlockDigests, depth_root, prefix_parts
+from loopline.kv.digests import BlockDigests, noise_root
 from loopline.kv.ledger import Ledger
 from loopline.messages import PairReady, PrefixReport, Register
+from loopline.noise_key import NO_NOISE
 from loopline.request import Request, SamplingParams
 from loopline.worker.prefix_reporter import PrefixReporter
 
@@ -79,7 +80,7 @@ class _PrefillWorker:
 
     def compute(self, request: Request) -> tuple[int, float]:
         """Cached tokens, and seconds that the rest takes."""
-        blocks = BlockDigests(depth_root(prefix_parts(GROUP), LOOPS), BLOCK_SIZE)
+        blocks = BlockDigests(noise_root(GROUP, LOOPS, NO_NOISE), BLOCK_SIZE)
         blocks.extend(request.prompt_ids)
         tokens = len(request.prompt_ids)
         allocation = self._ledger.reserve(tokens, tokens, blocks.digests[: (tokens - 1) // BLOCK_SIZE], LOOPS)

@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from loopline.cli.options import Config, Json
-from loopline.config import ClusterConfig, load_config
+from loopline.config import PREFIX_CACHE, ClusterConfig, load_config
 from loopline.config_sections import WorkerGroup
 from loopline.kv.layout import KVLayout
 from loopline.model_spec import load_model_spec
+from loopline.noise_key import NoiseKey, check_prefix_cache
 from loopline.text import load_text
 
 
@@ -42,9 +43,11 @@ def check(*, config: Config, as_json: Json = False) -> None:
 
 
 def make_plan(config: ClusterConfig) -> dict[str, Any]:
-    """The plan as one JSON object. Raises CheckpointError where the folder cannot be served."""
+    """The plan as one JSON object. Raises CheckpointError where the folder cannot be served, ConfigError where not with
+    these settings."""
     path = config.model.path
     spec = load_model_spec(path)
+    check_prefix_cache(spec, PREFIX_CACHE[config.kv.prefix_cache], NoiseKey(config.model.noise_key))
     dtype = spec.checkpoint_dtype if config.model.dtype == "auto" else config.model.dtype
     max_loops = config.model.max_loops or spec.default_loops
     layout = KVLayout.from_spec(spec, max_loops, config.kv.block_size, dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.ops import PackedPlan, PackedRun
 from loopline.engine.accuracy_gate import choose_prefill, gate_prompts
-from loopline.engine.batch import pinned_copier
+from loopline.engine.batch import pinned_copier, signed_seed
 from loopline.engine.capacity import free_bytes
 from loopline.engine.decode_loop import DecodeLoop, EagerDecode
 from loopline.engine.forward import Forward, PlaneTable, Rows, StateSource
@@ -28,6 +28,7 @@ from loopline.kv.layout import KVLayout
 from loopline.kv.ledger import Ledger
 from loopline.model import LoopedModel
 from loopline.model.layers import ExitGate
+from loopline.noise_key import NoiseKey
 from loopline.request import SamplingParams
 from loopline.sched.plan import RowRun
 from loopline.settings import EngineSettings
@@ -78,7 +79,9 @@ def build_parts(
 ) -> DeviceParts:
     """The forward pass over an arena, and the loops that run its decode rows and its prompts."""
     max_rows, layout = settings.scheduler.max_running, arena.layout
-    forward = Forward(model, arena, PlaneTable(layout.num_planes, model.device), states, _exit_gate(settings, model))
+    gate, planes = _exit_gate(settings, model), PlaneTable(layout.num_planes, model.device)
+    noise_seed = signed_seed(settings.noise_seed) if NoiseKey(settings.noise_key) is NoiseKey.POSITION else None
+    forward = Forward(model, arena, planes, states, gate, noise_seed)
     previous = torch.zeros(max_rows, dtype=torch.int64, device=model.device)
     eager = EagerPacked(forward, ledger, pinned_copier(model.device))
     if model.device.type != "cuda":

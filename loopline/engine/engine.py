@@ -23,12 +23,12 @@ from loopline.engine.step_counts import StepCounts
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.identity import Capacity, Fingerprint
 from loopline.kv.arena import Arena, allocate_arena
-from loopline.kv.digests import prefix_parts
 from loopline.kv.layout import KVLayout
 from loopline.kv.ledger import Ledger
 from loopline.model import LoopedModel, load_model, random_model
 from loopline.model.weights import weights_digest
 from loopline.model_spec import ModelSpec, load_model_spec
+from loopline.noise_key import NoiseKey, check_prefix_cache, noise_fields
 from loopline.request import Limits
 from loopline.sched.plan import StepOutcome, StepPlan, StepResult
 from loopline.sched.policy import RolePolicy
@@ -50,7 +50,7 @@ class Engine:
     def __init__(self, settings: EngineSettings, policy: RolePolicy, states: StateSource | None = None) -> None:
         """Load the checkpoint and allocate the arena. Raises OperatorError kinds that say what to change.
 
-        `states`: where Huginn's initial states come from, if they are given and not keyed by request seed and position.
+        `states`: where Huginn's initial states come from, if they are given and not drawn; no prefix is shared then.
         """
         require_device(settings.device)
         _check(settings)
@@ -71,7 +71,7 @@ class Engine:
         num_blocks = blocks_for_arena(settings, self.layout, self.model.spec.context_tokens, budget)
         self.arena: Arena = allocate_arena(self.layout, num_blocks, settings.device)
         self.ledger = Ledger(num_blocks, settings.block_size)
-        self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, self._prefix_parts())
+        self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, self._prefix_group(states))
         parts = build_parts(settings, self.model, self.arena, self.ledger, states)
         self._runner = build_runner(settings, parts, self.ledger)
         # Oldest first: a plan, its work or what kept it from being submitted, and when that was in seconds.
@@ -114,7 +114,7 @@ class Engine:
                 ("max_loops", str(layout.max_loops)),
                 ("kv_heads", str(layout.kv_heads)),
                 ("head_dim", str(layout.head_dim)),
-                ("initial_state", "request-keyed"),
+                *noise_fields(self.model.spec, NoiseKey(self.settings.noise_key), self.settings.noise_seed),
                 ("deterministic", str(self.settings.deterministic)),
             )
         )
@@ -172,17 +172,12 @@ class Engine:
             return f"dummy:{self.settings.model_path}"
         return weights_digest(Path(self.settings.model_path))
 
-    def _prefix_parts(self) -> tuple[str, ...] | None:
-        """What makes KV equal besides tokens and depth; None: prefixes are not shared."""
-        choice = self.settings.prefix_cache
-        if choice == "off" or (choice == "auto" and self.model.uses_initial_state):
-            return None
-        if self.model.uses_initial_state:
-            raise ConfigError(
-                "prefix_cache is on, and Huginn's initial state is keyed by each request's seed: equal prefixes have "
-                "different KV; allowed: off, auto"
-            )
-        return prefix_parts(self.fingerprint())
+    def _prefix_group(self, states: StateSource | None) -> Fingerprint | None:
+        """What workers that share prefixes have in common; None: there are none."""
+        spec, choice = self.model.spec, self.settings.prefix_cache
+        check_prefix_cache(spec, choice, NoiseKey(self.settings.noise_key))
+        has_given_states = states is not None and spec.uses_initial_state
+        return None if choice == "off" or has_given_states else self.fingerprint()
 
 
 def _model(settings: EngineSettings) -> LoopedModel:
@@ -197,6 +192,8 @@ def _check(settings: EngineSettings) -> None:
     for name, value, allowed in (
         ("prefill", settings.prefill, ("auto", "packed", "per_row")),
         ("load_format", settings.load_format, ("safetensors", "dummy")),
+        ("prefix_cache", settings.prefix_cache, ("auto", "on", "off")),
+        ("noise_key", settings.noise_key, tuple(NoiseKey)),
         ("steps_ahead", settings.scheduler.steps_ahead, range(MOST_STEPS_AHEAD + 1)),
     ):
         if value not in allowed:

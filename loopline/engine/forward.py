@@ -98,6 +98,7 @@ class Forward:
     planes: PlaneTable
     states: StateSource | None = None
     exit_gate: ExitGate | None = None  # evaluated after each loop of every row
+    noise_seed: int | None = None  # keys the noise of all rows, as an int64; None: each row's seed does
 
     def run(self, rows: Rows, depth: int) -> Passed:
         """Take rows through `depth` loops; their KV lands in the arena."""
@@ -117,4 +118,5 @@ class Forward:
             return None
         if self.states is not None:
             return self.states(rows.seeds, rows.positions, rows.zeros, like)
-        return initial_state(self.model.ops, rows.seeds, rows.positions, rows.zeros, like)
+        seeds = rows.seeds if self.noise_seed is None else torch.full_like(rows.seeds, self.noise_seed)
+        return initial_state(self.model.ops, seeds, rows.positions, rows.zeros, like)

@@ -1,19 +1,23 @@
 """Names of full blocks: a digest that stands for a block's tokens and for everything before them.
 
-    root = H(weights, layout, depth, noise key, cache salt)
+    root = H(fingerprint: weights, layout, dtypes, noise key .. | depth | the request's kind of noise)
     block 0 = H(root | tokens of block 0)        block k = H(digest of block k - 1 | tokens of block k)
 
-Equal digests mean equal keys and values, so what makes KV differ goes into the root. `loopline.kv.prefix_index` maps
-digests to blocks; a request keeps its `BlockDigests` from admission to its end. Digests are the same in every process
-and on every machine, so that workers and the coordinator can compare them.
+Equal digests mean equal keys and values, so what makes KV differ goes into the root, and a request whose noise is its
+own has none (`loopline.noise_key`). `loopline.kv.prefix_index` maps digests to blocks; a request keeps its
+`BlockDigests` from admission to its end. Digests are the same in every process and on every machine, so that workers
+and the coordinator can compare them.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from struct import Struct
 
 from loopline.errors import InvariantBroken
 from loopline.identity import Fingerprint
+from loopline.noise_key import noise_name
+from loopline.request import SamplingParams
 
 DIGEST_BYTES = 16
 
@@ -28,14 +32,17 @@ def prefix_root(*parts: str) -> bytes:
     return state.digest()
 
 
-def prefix_parts(fingerprint: Fingerprint) -> tuple[str, ...]:
-    """What makes KV equal besides tokens and depth, of workers with this fingerprint."""
-    return tuple(f"{name}={value}" for name, value in fingerprint.fields)
+def request_root(group: Fingerprint, params: SamplingParams) -> bytes | None:
+    """The digest that chains of such requests start from on workers of this fingerprint: the same in workers and
+    coordinator. None: nothing of the request's KV is like any other's."""
+    noise = noise_name(group, params)
+    return None if noise is None else noise_root(group, params.loops, noise)
 
 
-def depth_root(parts: Sequence[str], depth: int) -> bytes:
-    """The digest that chains of requests of one depth start from: the same in workers and coordinator."""
-    return prefix_root(*parts, str(depth))
+@lru_cache(maxsize=256)
+def noise_root(group: Fingerprint, depth: int, noise: str) -> bytes:
+    """The same for one depth and a noise that has a name."""
+    return prefix_root(*(f"{name}={value}" for name, value in group.fields), str(depth), noise)
 
 
 class BlockDigests:

@@ -13,8 +13,8 @@ itself held back. Where the policy shares room among peers, a request for one th
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from loopline.identity import Cause
-from loopline.kv.digests import BlockDigests, depth_root
+from loopline.identity import Cause, Fingerprint
+from loopline.kv.digests import BlockDigests, request_root
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.request import Request
 from loopline.sched.entry import Entry, Phase
@@ -48,15 +48,14 @@ class Admission:
     one; digests of a request that waits here are computed once, however often it is tried."""
 
     def __init__(
-        self, ledger: Ledger, settings: SchedulerSettings, policy: RolePolicy, prefix_parts: tuple[str, ...] | None
+        self, ledger: Ledger, settings: SchedulerSettings, policy: RolePolicy, prefix_group: Fingerprint | None
     ) -> None:
         self._ledger = ledger
         self._settings = settings
         self._policy = policy
         self._holds_back = policy if isinstance(policy, HoldsBack) else None
         self._shares_room = policy if isinstance(policy, SharesRoom) else None
-        self._prefix_parts = prefix_parts
-        self._roots: dict[int, bytes] = {}  # by depth
+        self._prefix_group = prefix_group
         self._waiting = WaitingQueue(settings.max_waiting)
         self._computing: dict[bytes, Entry] = {}  # digest of a block that is being computed -> who does it
         self._news = 0  # counts what may let a waiting request in
@@ -220,9 +219,5 @@ class Admission:
         return self._holds_back is not None and not self._holds_back.may_compute(entry.request.request_id)
 
     def _digests(self, request: Request) -> BlockDigests | None:
-        if self._prefix_parts is None:
-            return None
-        depth = request.params.loops
-        if depth not in self._roots:
-            self._roots[depth] = depth_root(self._prefix_parts, depth)
-        return BlockDigests(self._roots[depth], self._ledger.block_size)
+        root = None if self._prefix_group is None else request_root(self._prefix_group, request.params)
+        return None if root is None else BlockDigests(root, self._ledger.block_size)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from loopline.errors import InvariantBroken
-from loopline.identity import Cause
+from loopline.identity import Cause, Fingerprint
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.messages import TokenRow
 from loopline.request import Request, TokenExtras
@@ -55,14 +55,14 @@ class Scheduler:
         ledger: Ledger,
         settings: SchedulerSettings,
         policy: RolePolicy,
-        prefix_parts: tuple[str, ...] | None = None,
+        prefix_group: Fingerprint | None = None,
     ) -> None:
-        """`prefix_parts`: what makes KV equal besides tokens and depth, for the keys of the prefix cache; None: off."""
+        """`prefix_group`: of all workers that share prefixes, for the keys of the prefix cache; None: it is off."""
         self._ledger = ledger
         self._settings = settings
         self._policy = policy
-        parts = prefix_parts if policy.shares_prefixes else None
-        self._admission = Admission(ledger, settings, policy, parts)
+        group = prefix_group if policy.shares_prefixes else None
+        self._admission = Admission(ledger, settings, policy, group)
         self.prefix_counts = self._admission.prefix_counts
         self._running: dict[str, Entry] = {}  # in order of admission
         self.meter = StepMeter()

@@ -4,6 +4,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
+from loopline.identity import Fingerprint
 from loopline.kv.block_books import IntArray
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.request import FinishReason, Request, SamplingParams
@@ -165,7 +166,8 @@ def make(
 ) -> tuple[WatchedLedger, Scheduler]:
     ledger = WatchedLedger(NUM_BLOCKS, BLOCK_SIZE)
     chosen = settings_ or SchedulerSettings(max_running=6, chunk_tokens=8, max_token_loops=48)
-    return ledger, Scheduler(ledger, chosen, policy or UnifiedPolicy(), parts)  # type: ignore[arg-type]
+    group = None if parts is None else Fingerprint(tuple((part, part) for part in parts))
+    return ledger, Scheduler(ledger, chosen, policy or UnifiedPolicy(), group)  # type: ignore[arg-type]
 
 
 def request(name: str, prompt: int, most: int, loops: int = 2, attempt: int = 1, **rest: object) -> Request:

@@ -37,7 +37,7 @@ def test_a_path_alone_is_a_whole_configuration(tmp_path: Path) -> None:
 
 def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
     text = """
-        model: {path: /m, dtype: fp32, max_loops: 3}
+        model: {path: /m, dtype: fp32, max_loops: 3, noise_key: position, noise_seed: 18446744073709551615}
         kv: {block_size: 8}
         prefill: {num_blocks: 7, chunk_tokens: 64}
         decode: {num_blocks: 9, deterministic: false, num_threads: 2}
@@ -52,6 +52,8 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
     assert (decode.engine.num_blocks, decode.engine.num_threads, decode.port) == (9, 2, 77)
     assert decode.engine.model_path == "/m"
     assert (decode.engine.dtype, decode.engine.max_loops, decode.engine.block_size) == ("fp32", 3, 8)
+    for engine in (prefill.engine, decode.engine):
+        assert (engine.noise_key, engine.noise_seed) == ("position", 2**64 - 1)
     assert prefill.drain_limit_s == decode.drain_limit_s == 4
     assert decode.transfer.ucx == (("UCX_A", "1"), ("UCX_TLS", "tcp"))
     assert (decode.transfer.error_mode, decode.transfer.verify) == ("none", "off")
@@ -79,6 +81,11 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
             "telemetry.otlp_endpoint is 'collector:4317'; allowed: http://HOST:PORT or https://HOST:PORT or null",
         ),
         ("model: {path: m}\nkv: {prefix_cache: 3}", "kv.prefix_cache is 3; allowed: auto or true or false"),
+        ("model: {path: m, noise_key: seed}", "model.noise_key is 'seed'; allowed: request or position"),
+        (
+            "model: {path: m, noise_seed: -1}",
+            "model.noise_seed is -1; allowed: a whole number, at least 0, at most 184467",
+        ),
         ("model: {path: m}\ndecode: {steps_ahead: 2}", "decode.steps_ahead is 2; allowed: 0 or 1 or null"),
         ("model: {path: m}\ntransfer: {verify: on}", "transfer.verify is True; allowed: off or digest"),
         ("model: {path: m}\nlauncher: {rebalance: on}", "launcher.rebalance is True; allowed: off or auto"),

@@ -72,6 +72,15 @@ def test_a_plan_of_a_shipped_configuration() -> None:
     assert "blocks" in RUNNER.invoke(app, ["check", str(ROOT / "configs/local-cpu.yaml")]).output
 
 
+def test_check_refuses_to_share_prefixes_of_noise_that_is_each_requests_own(tmp_path: Path) -> None:
+    file, model = tmp_path / "cluster.yaml", ROOT / "configs/models/tiny-huginn"
+    file.write_text(f"model: {{path: {model}}}\nkv: {{prefix_cache: true}}\n", encoding="utf-8")
+    fault = str(RUNNER.invoke(app, ["check", str(file)]).exception)
+    assert "kv.prefix_cache is true and model.noise_key is request" in fault
+    file.write_text(f"model: {{path: {model}, noise_key: position}}\nkv: {{prefix_cache: true}}\n", encoding="utf-8")
+    assert RUNNER.invoke(app, ["check", str(file)]).exit_code == 0
+
+
 def test_an_error_is_one_line_and_a_status(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -12,9 +12,10 @@ from coordinator.prefixes import PrefixTable, RequestPrefixes
 from coordinator.registry import Registry
 from coordinator.router import Router
 from loopline.identity import Role, WorkerId
-from loopline.kv.digests import BlockDigests, depth_root, prefix_parts
+from loopline.kv.digests import BlockDigests, noise_root
 from loopline.kv.prefix_index import PrefixIndex
 from loopline.messages import CUT_DIGEST_BYTES, PairReady, PrefixReport, ReportPrefixes
+from loopline.noise_key import NO_NOISE
 from loopline.worker import prefix_reporter
 from loopline.worker.prefix_reporter import PrefixReporter
 from tests.unit.coordinator.builders import FINGERPRINT, OTHER_FINGERPRINT, assigned, register, request
@@ -141,7 +142,7 @@ def test_garbage_and_more_than_an_arena_holds_are_not_kept() -> None:
 def test_digests_of_a_request_are_those_of_the_workers_and_made_once() -> None:
     one, prefixes = request(prompt=40), RequestPrefixes()
     digests = prefixes.digests(one, FINGERPRINT, 16)
-    blocks = BlockDigests(depth_root(prefix_parts(FINGERPRINT), one.params.loops), 16)
+    blocks = BlockDigests(noise_root(FINGERPRINT, one.params.loops, NO_NOISE), 16)
     blocks.extend(one.prompt_ids)
     assert list(digests) == cut(blocks.digests) and len(digests) == 2
     assert prefixes.digests(one, FINGERPRINT, 16) is digests

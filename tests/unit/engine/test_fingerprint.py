@@ -15,6 +15,7 @@ from tests.support.checkpoints import with_other_weights
 from tests.support.golden import GOLDEN
 
 SETTINGS = EngineSettings(model_path=str(GOLDEN / "ouro_fp32"), block_size=4, num_blocks=8)
+BY_POSITION = replace(SETTINGS, model_path=str(GOLDEN / "huginn_fp32"), noise_key="position", noise_seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +47,30 @@ def differing(one: Fingerprint, other: Fingerprint) -> set[str]:
 )
 def test_what_changes_kv_changes_its_field(plain: Fingerprint, change: dict[str, Any], fields: set[str]) -> None:
     assert differing(plain, fingerprint(replace(SETTINGS, **change))) == fields
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"noise_seed": 8}, {"noise_seed"}),
+        ({"noise_key": "request"}, {"noise_key", "noise_seed"}),
+        ({"noise_key": "request", "noise_seed": 8}, {"noise_key", "noise_seed"}),
+    ],
+    ids=lambda value: "-".join(sorted(value)),
+)
+def test_how_noise_is_keyed_is_said(change: dict[str, Any], fields: set[str]) -> None:
+    assert differing(fingerprint(BY_POSITION), fingerprint(replace(BY_POSITION, **change))) == fields
+
+
+def test_workers_with_other_seeds_are_told_so() -> None:
+    other = fingerprint(replace(BY_POSITION, noise_seed=8))
+    assert fingerprint(BY_POSITION).first_difference(other) == "noise_seed: 7 here, 8 there"
+
+
+def test_a_seed_that_no_noise_depends_on_keeps_nobody_apart(plain: Fingerprint) -> None:
+    assert fingerprint(replace(SETTINGS, noise_key="position", noise_seed=7)) == plain
+    by_request = replace(BY_POSITION, noise_key="request")
+    assert fingerprint(by_request) == fingerprint(replace(by_request, noise_seed=8))
 
 
 def test_one_number_of_the_weights_is_another_fingerprint(plain: Fingerprint, tmp_path: Path) -> None:

@@ -1,20 +1,23 @@
 """A real engine's prefix cache as the coordinator comes to know it: the same digests, with no root sent."""
 
+from dataclasses import replace
+
+import pytest
+
 from coordinator.prefixes import PrefixTable, RequestPrefixes
 from loopline.engine.engine import Engine
 from loopline.identity import WorkerId
 from loopline.messages import PrefixReport
-from loopline.request import Request, SamplingParams
 from loopline.sched.policy import UnifiedPolicy
-from loopline.settings import EngineSettings
 from loopline.worker.prefix_reporter import PrefixReporter
-from tests.support.golden import GOLDEN
+from tests.support.families import FAMILIES, asking
 
 WORKER = WorkerId("uuid", 1)
 
 
-def test_the_coordinator_names_blocks_as_the_engine_does() -> None:
-    engine = Engine(EngineSettings(model_path=str(GOLDEN / "ouro_fp32"), block_size=4, num_blocks=16), UnifiedPolicy())
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_coordinator_names_blocks_as_the_engine_does(family: str) -> None:
+    engine = Engine(replace(FAMILIES[family], block_size=4, num_blocks=16), UnifiedPolicy())
     table, prefixes = PrefixTable(), RequestPrefixes()
     table.joined(WORKER, 16, 0.0)
     asked: list[bool] = []
@@ -24,8 +27,7 @@ def test_the_coordinator_names_blocks_as_the_engine_does() -> None:
 
     reporter = PrefixReporter(engine.ledger.prefix, take)
     reporter.ask()
-    depth = engine.model.spec.default_loops
-    request = Request(request_id="r", prompt_ids=tuple(range(10)), params=SamplingParams(max_tokens=2, loops=depth))
+    request = asking("r", tuple(range(10)), max_tokens=2, loops=engine.model.spec.default_loops)
     engine.scheduler.submit(request)
     while engine.step() is not None:
         pass
