@@ -130,7 +130,7 @@ class Dispatcher:
         return self._registry.snapshot(self._clock.now_s(), {})
 
     def _limits_of(self, snapshot: ClusterSnapshot) -> Limits:
-        """What a request is checked against: the arena counts once both roles have joined. The largest that was ever
+        """What a request is checked against: the arena counts once a request could run. The largest that was ever
         seen counts: a worker that left or was lost may come back."""
         self._most_arena_tokens = max(self._most_arena_tokens, snapshot.arena_tokens() or 0)
         most = self._most_arena_tokens
@@ -367,10 +367,10 @@ class Dispatcher:
     def _see_token(self) -> None:
         """A token has come through."""
         if not self.readiness.serving:
-            self.readiness.token_came(self._registry.has_ready_pair)
+            self.readiness.token_came(self._registry.can_serve)
 
     def _probe_if_needed(self) -> None:
-        probe = self.readiness.look(self._registry.has_ready_pair)
+        probe = self.readiness.look(self._registry.can_serve)
         if probe is not None:
             self._admit(probe, _PROBE_DEADLINE_S, None)
             self._put_back(probe.request_id)

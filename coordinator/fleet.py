@@ -9,6 +9,7 @@ import logging
 from dataclasses import replace
 
 from loopline.errors import OperatorError
+from loopline.identity import Role
 from loopline.launcher_messages import LauncherReport, Wanted, WorkerCounts
 
 _LOG = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Fleet:
         unanswered = self._wanted if before is not None and before.revision != self._revision else None
         self._stream = stream = LauncherStream()
         self._report, self._revision, self._wanted = report, 0, report.wanted
-        _LOG.info("a launcher keeps %d prefill and %d decode workers", report.wanted.prefill, report.wanted.decode)
+        _LOG.info("a launcher keeps %s workers", report.wanted)
         if unanswered is not None:
             self._ask(stream, unanswered)
         return stream
@@ -90,9 +91,12 @@ class Fleet:
             _LOG.info("the launcher is gone")
             self._stream = None
 
-    def scale(self, prefill: int | None, decode: int | None) -> tuple[WorkerCounts, WorkerCounts]:
+    def scale(
+        self, prefill: int | None, decode: int | None, unified: int | None = None
+    ) -> tuple[WorkerCounts, WorkerCounts]:
         """Ask for so many workers, None: as many as now. Before and after. Raises OperatorError without a launcher."""
-        for name, count in (("prefill", prefill), ("decode", decode)):
+        asked = {Role.PREFILL: prefill, Role.DECODE: decode, Role.UNIFIED: unified}
+        for name, count in asked.items():
             if count is not None and not 0 <= count <= MOST_WORKERS:
                 raise OperatorError(f"{name} is {count}; allowed: 0 to {MOST_WORKERS}")
         if self._stream is None:
@@ -100,9 +104,7 @@ class Fleet:
                 "no launcher is attached to this coordinator, so nobody can start workers; by hand: `loopline worker`"
             )
         before = self._wanted
-        after = WorkerCounts(
-            before.prefill if prefill is None else prefill, before.decode if decode is None else decode
-        )
+        after = replace(before, **{role.value: count for role, count in asked.items() if count is not None})
         if after != before:
             self._ask(self._stream, after)
         return before, after

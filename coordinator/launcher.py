@@ -45,7 +45,9 @@ _LOOKS_LOST = 2  # in a row, a lease apart, at a worker that is lost
 _LOOKS_MISSING = 3  # at one that has not joined again, and at least so many seconds:
 _MISSING_S = 6.0
 _SETTLED_S = 30.0  # after a life this long the backoff starts over
-WORKER_MODULES = MappingProxyType({Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker"})
+WORKER_MODULES = MappingProxyType(
+    {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker", Role.UNIFIED: "decode_worker.unified"}
+)
 T = TypeVar("T")
 
 
@@ -99,7 +101,7 @@ class LocalLauncher:
         except BaseException:
             await self.stop()
             raise
-        self.want(WorkerCounts(self._config.prefill.replicas, self._config.decode.replicas))
+        self.want(WorkerCounts.by_role(lambda role: self._config.group(role).replicas))
         self._spawn(self._kill_hung_workers())
         self._spawn(stay_attached(self.address, self, self._stopping, self.credentials))
         return self
@@ -115,7 +117,7 @@ class LocalLauncher:
         return {name: child.pid for name, child in self._children.items() if child.is_alive}
 
     async def wait_serving(self, timeout_s: float) -> None:
-        """Until a real token has gone through a pair. Raises OperatorError (a process failed), TimeoutError."""
+        """Until a real token has gone through the cluster. Raises OperatorError (a process failed), TimeoutError."""
         await self._unless_failed(wait_serving(self.address, timeout_s, self.credentials))
         self._has_served = True
 

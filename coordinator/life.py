@@ -88,6 +88,7 @@ class Life:
     `request` is always the current attempt: its `generated_ids` are the tokens known when the attempt began.
     `generated` has all tokens, those of this attempt too. `decode` and `prefill` name the workers of the current
     generation; a prefill worker may hold something only while `handoff_open`, and there is none while `is_local`.
+    A unified worker is its requests' decode worker.
     """
 
     request: Request
@@ -99,6 +100,7 @@ class Life:
     generated: list[int] = field(default_factory=list)
     decode: Peer | None = None
     prefill: Peer | None = None
+    takes_whole: bool = False  # the decode worker is a unified one
     is_local: bool = False  # the decode worker computes the prompt, or has
     handoff_open: bool = False  # the decode worker has not shown that it has the whole handoff
     writer_left: bool = False  # the prefill worker has drained and gone while `handoff_open`
@@ -172,7 +174,7 @@ class Life:
             if peer is not None and peer.name not in self.earlier_workers:
                 self.earlier_workers.append(peer.name)
         self.decode = self.prefill = None
-        self.is_local = False
+        self.takes_whole = self.is_local = False
         self.handoff_open = self.prefill_running = self.writer_left = False
         self.hinted_tokens = 0
         self.sound_at_s.clear()
@@ -188,8 +190,9 @@ class Life:
         loops, left = self.request.params.loops, self.request.params.max_tokens - len(self.generated)
         rows = {}
         if self.decode is not None:
-            waits = self.state in (State.RESERVING, State.RESERVED)
+            waits = self.state in (State.RESERVING, State.RESERVED) and not self.takes_whole
             left += self.num_uncached if self.state in LOCAL else 0
+            left += known if self.takes_whole and self.state is State.RESERVING else 0
             rows[self.decode.worker] = Assigned(
                 self.request.request_id, known, most, left * loops, waits, is_suspect=self.is_suspect
             )

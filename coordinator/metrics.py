@@ -88,7 +88,7 @@ class CoordinatorMetrics:
         yield value_of(catalogue.REFUSED, self._refused)
         yield counts_by(catalogue.FAILED_ATTEMPTS, Cause, self._failed_attempts)
         yield counts_by(catalogue.LOST_WORKERS, LossReason, self._lost_workers)
-        yield counts_by(catalogue.REBALANCES, Role, self._rebalances)
+        yield counts_by(catalogue.REBALANCES, (Role.PREFILL, Role.DECODE), self._rebalances)
         yield counts_by(catalogue.IGNORED, Cause, self._ignored)
         yield histogram_of(catalogue.TTFT, {(): self._ttft})
         yield histogram_of(catalogue.ITL, {(): self._itl})

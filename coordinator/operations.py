@@ -28,13 +28,19 @@ class OperationsServicer(operations_pb2_grpc.OperationsServicer):
     async def Scale(self, message: Any, context: Context) -> Any:
         prefill = message.prefill if message.HasField("prefill") else None
         decode = message.decode if message.HasField("decode") else None
+        unified = message.unified if message.HasField("unified") else None
         try:
-            before, after = self._fleet.scale(prefill, decode)
+            before, after = self._fleet.scale(prefill, decode, unified)
         except OperatorError as error:
             await context.abort(*_status(error))
         _LOG.info("scaled from %s to %s", before, after)
         return operations_pb2.ScaleAnswer(
-            prefill_before=before.prefill, decode_before=before.decode, prefill=after.prefill, decode=after.decode
+            prefill_before=before.prefill,
+            decode_before=before.decode,
+            unified_before=before.unified,
+            prefill=after.prefill,
+            decode=after.decode,
+            unified=after.unified,
         )
 
     async def DrainWorker(self, message: Any, context: Context) -> Any:

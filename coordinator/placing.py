@@ -12,12 +12,13 @@ from coordinator.snapshot import ClusterSnapshot
 from coordinator.tracker import Tracker
 from loopline.clock import Clock
 from loopline.errors import RequestTooLarge
-from loopline.identity import Fingerprint
+from loopline.identity import Fingerprint, Role
 from loopline.request import Limits, Request, check_size
 
 
 class Placer:
-    """Moves what waits: from the queue to a decode worker, and from there to a prefill worker."""
+    """Moves what waits: from the queue to a decode worker, and from there to a prefill worker; or to a unified worker,
+    which needs nobody else."""
 
     def __init__(
         self,
@@ -84,7 +85,8 @@ class Placer:
             if decode is not None:
                 self._queue.remove(request_id, self._clock.now_s())
                 self._groups[request_id] = decode.group
-                self._carry_out(self._tracker.reserve(request_id, decode.peer))
+                takes_whole = decode.role is Role.UNIFIED
+                self._carry_out(self._tracker.reserve(request_id, decode.peer, takes_whole=takes_whole))
                 placing.placed(request, {}, self._tracker.assignment(request_id))
             elif is_suspect and placing.has_suspects:
                 continue

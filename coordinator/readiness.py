@@ -11,7 +11,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Readiness:
-    """`serving` means: a ready pair exists, and since there was none a token has gone through one.
+    """`serving` means: a ready pair or a unified worker exists, and since there was neither a token has come through.
 
     Invariant: at most one probe runs. A coordinator that was closed does not serve again.
     """
@@ -26,19 +26,19 @@ class Readiness:
         self._may_probe = True  # false from a probe's failure to the next heartbeat
         self._is_closed = False
 
-    def look(self, has_ready_pair: bool) -> Request | None:
+    def look(self, can_serve: bool) -> Request | None:
         """Something changed. The probe that should run now, if one should."""
-        if not has_ready_pair:
+        if not can_serve:
             self._set(False)
         elif not self.serving and self.probe_id is None and self._may_probe and not self._is_closed:
             self.probe_id = str(uuid.uuid4())
             return Request(request_id=self.probe_id, prompt_ids=(self._token_id,), params=self._params)
         return None
 
-    def token_came(self, has_ready_pair: bool) -> None:
+    def token_came(self, can_serve: bool) -> None:
         """Whoever's it was, the cluster serves."""
         if not self._is_closed:
-            self._set(has_ready_pair)
+            self._set(can_serve)
 
     def probe_ended(self, outcome: Outcome) -> bool:
         """Whether a token came through it."""

@@ -1,6 +1,7 @@
 """When a worker should change its role: what is seen of the cluster at one moment, and what follows from many of these.
 
-Pure: snapshots and moments come in, decisions go out. `coordinator.rebalance_watch` looks, and asks the launcher.
+Unified workers have no part in it. Pure: snapshots and moments come in, decisions go out. `coordinator.rebalance_watch`
+looks, and asks the launcher.
 """
 
 from collections import deque
@@ -44,7 +45,7 @@ class Sample:
     @property
     def bottleneck(self) -> Role | None:
         """Whose lack of room the waiting is due to; None: nobody's, or both's."""
-        if not self.num_waiting:
+        if not self.num_waiting or not (self.ready.prefill or self.ready.decode):
             return None
         if not self.has_decode_room:
             return Role.DECODE
@@ -121,7 +122,7 @@ class RebalancePolicy:
             return self._hold(Hold(to, obstacle, self._evidence(to)), now_s)
         assert sample.wanted is not None  # else it is an obstacle
         step = 1 if to is Role.DECODE else -1
-        after = WorkerCounts(sample.wanted.prefill - step, sample.wanted.decode + step)
+        after = replace(sample.wanted, prefill=sample.wanted.prefill - step, decode=sample.wanted.decode + step)
         move = Move(to, sample.wanted, after, self._evidence(to))
         self._samples.clear()
         self._moved_at_s = now_s
@@ -139,7 +140,7 @@ class RebalancePolicy:
 
     def _bottleneck(self) -> Role | None:
         """The role that was it for long, and that the other one hardly ever was."""
-        for role in Role:
+        for role in (Role.PREFILL, Role.DECODE):
             if self._part(role) >= _AT_FAULT and self._part(_other(role)) <= _CONTRADICTED:
                 return role
         return None
@@ -189,9 +190,11 @@ def take_sample(snapshot: ClusterSnapshot, backlog: Backlog, launcher: LauncherR
     at_prefill = {row.request_id for view in prefill for row in view.assigned}
     generating = [_generating(view, at_prefill) for view in decode]
     return Sample(
-        ready=WorkerCounts(*(sum(view.state is WorkerState.READY for view in views) for views in (prefill, decode))),
+        ready=WorkerCounts.by_role(
+            lambda role: sum(view.state is WorkerState.READY for view in snapshot.with_role(role))
+        ),
         wanted=None if launcher is None else launcher.wanted,
-        is_settled=_is_settled([*prefill, *decode], launcher),
+        is_settled=_is_settled([view for role in Role for view in snapshot.with_role(role)], launcher),
         num_groups=len({view.group for view in (*prefill, *decode)}),
         num_waiting=backlog.num_queued + backlog.num_reserved,
         has_decode_room=backlog.num_reserved > 0 or _has_room(backlog.first, generating),
@@ -221,7 +224,7 @@ def _is_settled(living: list[WorkerView], launcher: LauncherReport | None) -> bo
     if launcher is None:
         return True
     staying = [worker for worker in launcher.workers if not worker.leaving]
-    counts = WorkerCounts(*(sum(worker.role is role for worker in staying) for role in (Role.PREFILL, Role.DECODE)))
+    counts = WorkerCounts.by_role(lambda role: sum(worker.role is role for worker in staying))
     is_whole = len(staying) == len(launcher.workers) and counts == launcher.wanted
     return is_whole and {worker.name for worker in staying} <= {view.peer.name for view in living}
 

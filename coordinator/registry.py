@@ -98,7 +98,7 @@ class Registry:
     # ---- joining and leaving ---------------------------------------------------------------------------------------
 
     def join(self, register: Register, now_s: float) -> Joined | Refused:
-        """Take a worker in and pair it with every worker of the other role in its group.
+        """Take a worker in, and pair a prefill worker with every decode worker of its group, and the other way round.
 
         It hears which of those that it may have known are proven gone: a worker that was away may still hold blocks in
         quarantine for one of them.
@@ -284,7 +284,7 @@ class Registry:
         return WorkerView(
             peer=register.peer,
             role=register.role,
-            state=_state(member, bool(pairs)),
+            state=_state(member, bool(pairs) or register.role is Role.UNIFIED),
             pid=register.pid,
             metrics_address=register.metrics_address,
             group=register.fingerprint,
@@ -298,10 +298,13 @@ class Registry:
         )
 
     @property
-    def has_ready_pair(self) -> bool:
-        """Whether a decode worker is ready."""
-        decode = (member for member in self._alive.values() if member.register.role is Role.DECODE)
-        return any(not member.draining and self._ready_pairs(member) for member in decode)
+    def can_serve(self) -> bool:
+        """Whether a decode worker with a link, or a unified one, is ready."""
+        generating = (member for member in self._alive.values() if member.register.role.generates)
+        return any(
+            not member.draining and (member.register.role is Role.UNIFIED or self._ready_pairs(member))
+            for member in generating
+        )
 
     def _ready_pairs(self, member: _Member) -> tuple[WorkerId, ...]:
         """Found for all workers at once, when links have changed. Workers with equal links have one tuple."""
@@ -321,16 +324,19 @@ def _end_of(uuid: str) -> PeerGone:
     return PeerGone(WorkerId(uuid, LAST_EPOCH), proven=True)
 
 
-def _state(member: _Member, is_paired: bool) -> WorkerState:
+def _state(member: _Member, is_able: bool) -> WorkerState:
+    """`is_able`: a request can go all its way by this worker, and those that it has links with."""
     if member.lost:
         return WorkerState.LOST
     if member.draining:
         return WorkerState.DRAINING
-    return WorkerState.READY if is_paired else WorkerState.STARTING
+    return WorkerState.READY if is_able else WorkerState.STARTING
 
 
 def _may_pair(one: _Member, other: _Member) -> bool:
-    return one.register.role is not other.register.role and one.register.fingerprint == other.register.fingerprint
+    """A unified worker is paired with nobody: it needs no other's KV and gives none away."""
+    roles = {one.register.role, other.register.role}
+    return roles == {Role.PREFILL, Role.DECODE} and one.register.fingerprint == other.register.fingerprint
 
 
 def _address_fault(member: _Member, others: list[_Member]) -> str | None:

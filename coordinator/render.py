@@ -128,6 +128,7 @@ def _launcher(report: LauncherReport) -> Any:
         restarts=report.restarts,
         prefill=report.wanted.prefill,
         decode=report.wanted.decode,
+        unified=report.wanted.unified,
         workers=[
             loopline_pb2.LaunchedWorker(name=worker.name, role=worker.role.value, leaving=worker.leaving)
             for worker in report.workers

@@ -37,7 +37,7 @@ class WorkerRoom:
     num_awaiting: int
     num_suspects: int
     token_loops: int  # work that was given to it and is left
-    num_blocks: int  # on a decode worker: what may come to be needed; on a prefill worker: of known tokens
+    num_blocks: int  # on a prefill worker: of known tokens; on others: what may come to be needed
     usable_blocks: int
     max_running: int
     by_decode: dict[WorkerId, tuple[int, int]]  # on a prefill worker: (requests, blocks)
@@ -53,7 +53,7 @@ class WorkerRoom:
             num_awaiting=sums.num_awaiting,
             num_suspects=sums.num_suspects,
             token_loops=sums.token_loops,
-            num_blocks=sums.most_blocks if view.role is Role.DECODE else sums.known_blocks,
+            num_blocks=sums.most_blocks if view.role.generates else sums.known_blocks,
             usable_blocks=view.usable_blocks,
             max_running=view.capacity.max_running,
             by_decode=dict(sums.by_decode),
@@ -64,13 +64,17 @@ class WorkerRoom:
         return self.view.peer.worker
 
     @property
+    def takes_whole(self) -> bool:
+        """Whether it computes prompts itself, and needs no prefill worker."""
+        return self.view.role is Role.UNIFIED
+
+    @property
     def free_slots(self) -> int:
         return max(0, self.max_running - self.num_requests)
 
     def add(self, row: Assigned, sign: int) -> None:
         """Take a row up, or with `sign` -1 off again."""
-        is_decode = self.view.role is Role.DECODE
-        blocks = self.view.blocks_for(row.max_kv_tokens if is_decode else row.num_known_tokens)
+        blocks = self.view.blocks_for(row.max_kv_tokens if self.view.role.generates else row.num_known_tokens)
         self.num_requests += sign
         self.num_awaiting += sign * row.awaits_prefill
         self.num_suspects += sign * row.is_suspect
@@ -134,7 +138,8 @@ class Room:
         self._snapshot = snapshot
         self._groups: dict[Fingerprint, int] = {}
         self._group_ids: dict[int, int] = {}  # by the identity of a fingerprint that the snapshot keeps alive
-        self._decode = [WorkerRoom.of(view, self._group(view.group)) for view in snapshot.with_role(Role.DECODE)]
+        generating = [view for role in Role if role.generates for view in snapshot.with_role(role)]
+        self._decode = [WorkerRoom.of(view, self._group(view.group)) for view in generating]  # unified ones, too
         prefill = [WorkerRoom.of(view, self._group(view.group)) for view in snapshot.with_role(Role.PREFILL)]
         self._prefill = {room.worker: room for room in prefill}
         self._by_worker = {room.worker: room for room in (*self._decode, *prefill)}
@@ -160,7 +165,8 @@ class Room:
         return any(room.group != number for room in self._decode)
 
     def for_decode(self, request: Request, group: Fingerprint | None, is_suspect: bool) -> Candidates:
-        """Decode workers that may be asked for blocks. `group`: only workers that compute the same."""
+        """Workers that may be asked for blocks: decode workers whose prefill workers have slots that nobody claims, and
+        unified ones. `group`: only workers that compute the same."""
         claimed = self._count_claims()
         max_kv_tokens = request.max_kv_tokens
 
@@ -169,6 +175,8 @@ class Room:
                 return False
             if room.num_blocks + room.view.blocks_for(max_kv_tokens) > room.usable_blocks:
                 return False
+            if room.takes_whole:
+                return True
             pairing = self._pairing(room)
             return claimed[room.group] < pairing.num_free and room.num_awaiting < self._slots(room, pairing)
 
@@ -232,7 +240,9 @@ class Room:
         return self._takers[group]
 
     def _is_avoided(self, room: WorkerRoom) -> bool:
-        return room.worker in self._snapshot.avoided.workers or self._pairing(room).is_last_resort
+        if room.worker in self._snapshot.avoided.workers:
+            return True
+        return not room.takes_whole and self._pairing(room).is_last_resort
 
     def _pairing(self, decode: WorkerRoom) -> _Pairing:
         """Of a decode worker; made once for all that have the same links, as most have."""

@@ -25,11 +25,12 @@ class Roster:
 
     @property
     def wanted(self) -> WorkerCounts:
-        return WorkerCounts(len(self._staying(Role.PREFILL)), len(self._staying(Role.DECODE)))
+        return WorkerCounts.by_role(lambda role: len(self._staying(role)))
 
     def kept(self) -> tuple[KeptWorker, ...]:
-        """All that have not ended, prefill first."""
-        ordered = sorted(self._workers.items(), key=lambda item: (item[0][0] is Role.DECODE, item[0][1]))
+        """All that have not ended, in the order of the roles."""
+        order = list(Role)
+        ordered = sorted(self._workers.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
         return tuple(KeptWorker(_name(role, index), role, leaving) for (role, index), leaving in ordered)
 
     def stays(self, name: str) -> bool:
@@ -40,7 +41,7 @@ class Roster:
         """Missing workers get the lowest free index; of too many those with the highest leave."""
         start: list[KeptWorker] = []
         leave: list[str] = []
-        for role in (Role.PREFILL, Role.DECODE):
+        for role in Role:
             staying = self._staying(role)
             for index in staying[counts.of(role) :]:
                 self._workers[role, index] = True

@@ -79,13 +79,14 @@ class Round:
         return self._room.has_suspects
 
     def has_other_groups(self, group: Fingerprint) -> bool:
-        """Whether there are decode workers that compute something else."""
+        """Whether there are workers to ask for blocks that compute something else."""
         return self._room.has_other_groups(group)
 
     def choose_decode(
         self, request: Request, group: Fingerprint | None = None, *, is_suspect: bool = False
     ) -> WorkerView | None:
-        """The decode worker to ask for blocks, or None: no room now. `group`: only workers that compute the same."""
+        """The decode or unified worker to ask for blocks, or None: no room now. `group`: only workers that compute the
+        same."""
         candidates = self._room.for_decode(request, group, is_suspect)
         if not candidates.num_workers:
             return None
@@ -117,7 +118,8 @@ class Round:
         for worker in after:
             room = self._room.find(worker)
             if room is not None:
-                self._router.sessions.placed(request.session, room.view.role, worker)
+                role = Role.DECODE if room.view.role.generates else Role.PREFILL
+                self._router.sessions.placed(request.session, role, worker)
 
     def _hints(self, request: Request, role: Role) -> Hints:
         chains: dict[int, Sequence[bytes]] = {}

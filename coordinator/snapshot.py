@@ -44,7 +44,7 @@ class Avoided:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerView:
-    """One worker. `ready_pairs` are workers of the other role, alive, that it has a warm link with."""
+    """One worker. `ready_pairs` are workers, alive, that it has a warm link with; a unified one has none."""
 
     peer: Peer
     role: Role
@@ -124,14 +124,17 @@ class ClusterSnapshot:
         return next((view for view in self.workers if view.worker == worker), None)
 
     def arena_tokens(self) -> int | None:
-        """Tokens of the largest request that some pairing group can run; None while no group has both roles."""
+        """Tokens of the largest request that some pairing group can run; None while no group can run any."""
         most: dict[Fingerprint, dict[Role, int]] = {}
         for role in Role:
             for view in self.with_role(role):
                 sizes = most.setdefault(view.group, {})
                 sizes[role] = max(sizes.get(role, 0), view.capacity.total_blocks * view.capacity.block_size)
-        whole = [min(sizes.values()) for sizes in most.values() if len(sizes) == len(Role)]
-        return max(whole) if whole else None
+        whole = [
+            max(min(sizes.get(Role.PREFILL, 0), sizes.get(Role.DECODE, 0)), sizes.get(Role.UNIFIED, 0))
+            for sizes in most.values()
+        ]
+        return max(whole, default=0) or None
 
 
 def host_of(address: str) -> str:

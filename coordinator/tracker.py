@@ -112,16 +112,17 @@ class Tracker:
         self._lives.add(Life(request, self._arrivals, now_s, now_s + deadline_s, generated=generated))
         self._arrivals += 1
 
-    def reserve(self, request_id: str, decode: Peer) -> list[Effect]:
-        """Ask `decode` to hold blocks: a new generation begins."""
+    def reserve(self, request_id: str, decode: Peer, *, takes_whole: bool = False) -> list[Effect]:
+        """Ask `decode` to hold blocks: a new generation begins. `takes_whole`: it computes the prompt in any case."""
         life = self._lives[request_id]
         self._lives.move(life, Move.RESERVE)
         life.generation += 1
-        life.decode = decode
+        life.decode, life.takes_whole = decode, takes_whole
         life.sound_at_s[decode.worker] = self._clock.now_s()
         if life.left_queue_at_s is None:
             life.left_queue_at_s = self._clock.now_s()
-        return [Send(decode.worker, Reserve(life.key, life.request, self._remaining_s(life)))]
+        reserve = Send(decode.worker, Reserve(life.key, life.request, self._remaining_s(life)))
+        return [reserve, Send(decode.worker, StartLocalPrefill(life.key))] if takes_whole else [reserve]
 
     def bind(self, request_id: str, prefill: Peer, hinted_tokens: int = 0) -> list[Effect]:
         """Name `prefill` to the decode worker as the one writer. `hinted_tokens`: those that it most likely has."""
@@ -135,11 +136,8 @@ class Tracker:
     def start_local(self, request_id: str) -> list[Effect]:
         """Have the decode worker compute the prompt: no prefill worker will write into its reservation."""
         life = self._lives[request_id]
-        self._lives.move(life, Move.START_LOCAL)
-        assert life.decode is not None  # a RESERVED request has one
-        life.is_local, life.stats, life.found_tokens = True, None, life.cached_tokens
-        life.sound_at_s[life.decode.worker] = self._clock.now_s()
-        return [Send(life.decode.worker, StartLocalPrefill(life.key))]
+        self._begin_local(life)
+        return [Send(worker, StartLocalPrefill(life.key)) for worker in life.holders()]
 
     def cancel(self, request_id: str) -> list[Effect]:
         """The client went away."""
@@ -168,6 +166,8 @@ class Tracker:
             return self._refused(life, worker, message.cause, message.detail)
         self._lives.move(life, Move.HOLD)
         life.cached_tokens = message.cached_tokens
+        if life.takes_whole:
+            self._begin_local(life)  # the order went with Reserve
         return []
 
     def on_granted(self, worker: WorkerId, message: Granted) -> list[Effect]:
@@ -282,6 +282,11 @@ class Tracker:
         return life is not None and life.generation <= key.generation and life.state is not State.QUEUED
 
     # ---- inside ----------------------------------------------------------------------------------------------------
+
+    def _begin_local(self, life: Life) -> None:
+        self._lives.move(life, Move.START_LOCAL)
+        life.is_local, life.stats, life.found_tokens = True, None, life.cached_tokens
+        life.sound_at_s.update(dict.fromkeys(life.holders(), self._clock.now_s()))
 
     def _take_row(self, life: Life, worker: WorkerId, row: TokenRow) -> list[Effect]:
         if row.request_id != life.request.request_id or row.attempt != life.request.attempt:

@@ -6,17 +6,13 @@ file, the key, the value and what is allowed. No torch: the coordinator and the 
 
 import datetime
 import logging
-import types
-import typing
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 from loopline.certificates import check_pair
 from loopline.config_sections import (
@@ -34,12 +30,14 @@ from loopline.config_sections import (
     TelemetryConfig,
     Text,
     TransferConfig,
+    UnifiedConfig,
     WorkerGroup,
 )
+from loopline.config_words import cross_fault, fault_text, keys_of, shown
 from loopline.errors import ConfigError
 from loopline.faults import FaultList, check_workers, faults_of
+from loopline.identity import Role
 from loopline.security import (
-    MIN_TOKEN_CHARS,
     Access,
     ClusterSecurity,
     Credentials,
@@ -52,13 +50,7 @@ from loopline.security import (
 from loopline.settings import EngineSettings, SchedulerSettings, TransferSettings, WorkerSettings
 
 _LOG = logging.getLogger(__name__)
-_PATTERNS = {
-    r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:N",
-    r"^UCX_[A-Z0-9_]+$": "a name UCX_...",
-    r"^https?://[^/\s]+$": "http://HOST:PORT or https://HOST:PORT",
-}
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most"}
-_CROSS = "cross_check"
+_NOTHING_TO_POLL_S = 1.0
 T = TypeVar("T")
 PREFIX_CACHE = {"auto": "auto", True: "on", False: "off"}  # YAML 1.1 reads on and off as booleans
 
@@ -78,6 +70,8 @@ class ClusterConfig(Section):
     """Workers that compute prompts."""
     decode: DecodeConfig = DecodeConfig()
     """Workers that generate tokens."""
+    unified: UnifiedConfig = UnifiedConfig()
+    """Workers that take whole requests."""
     transfer: TransferConfig = TransferConfig()
     """How KV moves between them."""
     membership: MembershipConfig = MembershipConfig()
@@ -95,21 +89,25 @@ class ClusterConfig(Section):
     faults: FaultList = Field(default_factory=list)
     """What workers do wrong on purpose, for tests."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _only_unified(cls, raw: Any) -> Any:
+        """Who names unified workers and no others has no others."""
+        if isinstance(raw, dict) and raw.get("unified") and not raw.keys() & {"prefill", "decode"}:
+            return {**raw, "prefill": {"replicas": 0}, "decode": {"replicas": 0}}
+        return raw
+
     @model_validator(mode="after")
     def _cross_checks(self) -> "ClusterConfig":
-        for role in ("prefill", "decode"):
-            for key, value, allowed in _group_faults(getattr(self, role), self.kv.block_size):
-                context = {"key": f"{role}.{key}", "value": value, "allowed": allowed}
-                raise PydanticCustomError(_CROSS, "{key} is {value}; allowed: {allowed}", context)
-        for key, text, allowed in _security_faults(self):
-            context = {"key": f"security.{key}", "value": text, "allowed": allowed}
-            raise PydanticCustomError(_CROSS, "{key} is {value}; allowed: {allowed}", context)
-        check_workers(self.faults, {"prefill": self.prefill.replicas, "decode": self.decode.replicas})
+        for key, value, allowed in _cross_faults(self):
+            raise cross_fault(key, value, allowed)
+        check_workers(self.faults, {role: self.group(role).replicas for role in Role})
         return self
 
     def engine_settings(self, role: str) -> EngineSettings:
-        """The engine's slice for one role ("prefill" or "decode")."""
-        group = self._group(role)
+        """The engine's slice for one role ("prefill", "decode" or "unified")."""
+        group = self.group(role)
+        share = group if isinstance(group, DecodeConfig) else None
         return EngineSettings(
             model_path=self.model.path,
             device=group.device,
@@ -134,8 +132,8 @@ class ClusterConfig(Section):
                 chunk_tokens=group.chunk_tokens,
                 max_token_loops=group.max_token_loops,
                 steps_ahead=_steps_ahead(group),
-                growth_share=self.decode.growth_share if role == "decode" else 1.0,
-                prefill_tokens_per_loop=self.decode.prefill_share_tokens if role == "decode" else None,
+                growth_share=1.0 if share is None else share.growth_share,
+                prefill_tokens_per_loop=None if share is None else share.prefill_share_tokens,
             ),
         )
 
@@ -155,10 +153,10 @@ class ClusterConfig(Section):
             cluster=self.name,
             engine=self.engine_settings(role),
             transfer=TransferSettings(
-                backend=transfer.backend,
+                backend="local" if role == Role.UNIFIED else transfer.backend,
                 error_mode=transfer.error_mode,
                 ucx=tuple(sorted(transfer.ucx.items())),
-                poll_interval_s=transfer.poll_interval_s,
+                poll_interval_s=_NOTHING_TO_POLL_S if role == Role.UNIFIED else transfer.poll_interval_s,
                 push_timeout_s=transfer.push_timeout_s,
                 in_flight_limit_bytes=transfer.in_flight_limit_bytes,
                 peer_share=transfer.peer_share,
@@ -166,7 +164,7 @@ class ClusterConfig(Section):
                 verify=transfer.verify,
             ),
             drain_limit_s=self.membership.drain_limit_s,
-            engine_timeout_s=_engine_timeout_s(self.membership, self._group(role).device),
+            engine_timeout_s=_engine_timeout_s(self.membership, self.group(role).device),
             quarantine_limit=self.membership.quarantine_limit,
             quarantine_patience_s=self.membership.lease_s + self.membership.drain_limit_s,
             max_message_bytes=self.limits.max_message_bytes,
@@ -195,12 +193,12 @@ class ClusterConfig(Section):
         access = Access(tls, section.require_client_certificate, tokens, clients)
         return ClusterSecurity(Credentials(tls, tokens[0]), access)
 
-    def _group(self, role: str) -> WorkerGroup:
-        if role == "prefill":
-            return self.prefill
-        if role == "decode":
-            return self.decode
-        raise ConfigError(f"role is {role!r}; allowed: prefill, decode")
+    def group(self, role: str) -> WorkerGroup:
+        """The section of one role's workers. Raises ConfigError where there is no such role."""
+        if role not in set(Role):
+            raise ConfigError(f"role is {role!r}; allowed: {', '.join(Role)}")
+        group: WorkerGroup = getattr(self, role)
+        return group
 
 
 def _engine_timeout_s(membership: MembershipConfig, device: str) -> float:
@@ -213,6 +211,27 @@ def _steps_ahead(group: WorkerGroup) -> int:
     if group.steps_ahead is not None:
         return group.steps_ahead
     return 1 if group.device.startswith("cuda") else 0
+
+
+def _cross_faults(config: ClusterConfig) -> Iterator[tuple[str, object, str]]:
+    """(key, value, what is allowed) of keys that do not fit each other."""
+    yield from _replica_faults(config)
+    for role in Role:
+        for key, value, allowed in _group_faults(config.group(role), config.kv.block_size):
+            yield f"{role}.{key}", value, allowed
+    for key, text, allowed in _security_faults(config):
+        yield f"security.{key}", text, allowed
+
+
+def _replica_faults(config: ClusterConfig) -> Iterator[tuple[str, int, str]]:
+    """Prefill and decode workers are nothing without each other."""
+    prefill, decode = config.prefill.replicas, config.decode.replicas
+    if prefill and not decode:
+        yield "decode.replicas", decode, "at least 1 where there are prefill workers"
+    if decode and not prefill:
+        yield "prefill.replicas", prefill, "at least 1 where there are decode workers"
+    if not (prefill or decode or config.unified.replicas):
+        yield "unified.replicas", 0, "at least 1 where there are no prefill and decode workers"
 
 
 def _group_faults(group: WorkerGroup, block_size: int) -> Iterator[tuple[str, int, str]]:
@@ -288,7 +307,7 @@ def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig
         raise ConfigError(f"{file}: {_yaml_fault(error)}") from error
     if not isinstance(raw, dict):
         held = "text" if isinstance(raw, str) else repr(raw)  # text may be that of a file of secrets
-        raise ConfigError(f"{file}: holds {held}; allowed: a mapping with the keys {_keys(ClusterConfig)}")
+        raise ConfigError(f"{file}: holds {held}; allowed: a mapping with the keys {keys_of(ClusterConfig)}")
     raw.setdefault("name", file.stem)
     try:
         resolve_paths(raw, file.resolve().parent)
@@ -296,7 +315,9 @@ def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig
         _check_secrets(config, datetime.datetime.now(datetime.UTC), with_clients)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        raise ConfigError(f"{file}: {_fault_text(fault['loc'], fault)}") from None  # its own text may hold a secret
+        raise ConfigError(
+            f"{file}: {fault_text(ClusterConfig, fault['loc'], fault)}"
+        ) from None  # its own text may hold a secret
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return config
@@ -310,7 +331,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.MarkedYAMLError(None, None, f"{_shown(key.value)} is there twice", key.start_mark)
+                    raise yaml.MarkedYAMLError(None, None, f"{shown(key.value)} is there twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -323,77 +344,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(None, None, f"not a value of the type {kind}", node.start_mark) from None
 
 
-def _shown(key: str) -> str:
-    """A key for people; one as long as a token may be one, in the wrong place."""
-    return f"the key {key!r}" if len(key) < MIN_TOKEN_CHARS else f"a key of {len(key)} characters"
-
-
 def _yaml_fault(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
     return f"not YAML: {error}"
-
-
-def _fault_text(loc: tuple[int | str, ...], fault: Any) -> str:
-    if fault["type"] == _CROSS:
-        return str(fault["msg"])
-    parts = [str(part) for part in loc if part != "[key]"]
-    key = ".".join(parts)
-    section, name = _section_of(loc)
-    if fault["type"] in ("extra_forbidden", "invalid_key"):
-        shown = ".".join([*parts[:-1], parts[-1] if len(parts[-1]) < MIN_TOKEN_CHARS else _shown(parts[-1])])
-        return f"{shown}: no such key; allowed: {_keys(section)}"
-    if fault["type"] == "missing":
-        return f"{key} is missing; needed: {_allowed(section, name)}"
-    value = f"of type {type(fault['input']).__name__}" if loc[0] == "security" else repr(fault["input"])
-    return f"{key} is {value}; allowed: {_allowed(section, name)}"
-
-
-def _section_of(loc: tuple[int | str, ...]) -> tuple[type[Section], str]:
-    """The schema class that a fault's location lies in, and the field's name there."""
-    section: type[Section] = ClusterConfig
-    for depth, part in enumerate(loc):
-        field = section.model_fields.get(str(part))
-        inner = _without_null(field.annotation) if field is not None else None
-        if depth + 1 == len(loc) or not (isinstance(inner, type) and issubclass(inner, Section)):
-            return section, str(part)
-        section = inner
-    return section, ""
-
-
-def _without_null(annotation: Any) -> Any:
-    """X of `X | None`, else the annotation itself."""
-    kinds = [kind for kind in typing.get_args(annotation) if kind is not type(None)]
-    return kinds[0] if len(kinds) == 1 and typing.get_origin(annotation) is types.UnionType else annotation
-
-
-def _keys(section: type[Section]) -> str:
-    return ", ".join(section.model_fields)
-
-
-def _allowed(section: type[Section], name: str) -> str:
-    field = section.model_fields[name]
-    return _describe(field.annotation, field.metadata)
-
-
-def _describe(annotation: Any, constraints: list[Any]) -> str:
-    """What a key of this type may hold, in words."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return _describe(args[0], [item for info in args[1:] if isinstance(info, FieldInfo) for item in info.metadata])
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join("null" if arg is type(None) else _describe(arg, constraints) for arg in args)
-    if origin is Literal:
-        return " or ".join(str(arg).lower() if isinstance(arg, bool) else str(arg) for arg in args)
-    if origin is dict:
-        return "a mapping of UCX_NAME to text (quote numbers)"
-    if issubclass(annotation, Section):
-        return f"a mapping with the keys {_keys(annotation)}"
-    pattern = next((item.pattern for item in constraints if getattr(item, "pattern", None)), None)
-    if pattern is not None:
-        return _PATTERNS[pattern]
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[annotation]
-    return words + "".join(
-        f", {_BOUNDS[key]} {getattr(item, key)}" for item in constraints for key in _BOUNDS if hasattr(item, key)
-    )

@@ -85,10 +85,11 @@ class CoordinatorConfig(Section):
 
 
 class WorkerGroup(Section):
-    """What prefill and decode workers both have."""
+    """What workers of every role have."""
 
-    replicas: Count = 1
-    """Workers of this role that the launcher starts."""
+    replicas: Number = 1
+    """Workers of this role that the launcher starts. 0 of both prefill and decode where there are unified ones, which
+    is the default of a file that has a section unified and neither of these two."""
     device: Device = "cpu"
     """Where the worker computes and keeps its KV."""
     num_blocks: Count | None = None
@@ -132,6 +133,16 @@ class DecodeConfig(WorkerGroup):
     prefill_share_tokens: Count = 64
     """Most prompt tokens that each loop of a step carries beside tokens that are being generated: of prompts that a
     decode worker computes itself, and of preempted answers."""
+
+
+class UnifiedConfig(DecodeConfig):
+    """Workers that take whole requests: they compute the prompt and generate the answer."""
+
+    replicas: Number = 0
+    """Workers of this role that the launcher starts."""
+    prefill_share_tokens: Count = 256
+    """Most prompt tokens that each loop of a step carries beside tokens that are being generated, of all requests
+    together; larger than a decode worker's, because there is no other worker that computes prompts."""
 
 
 class TransferConfig(Section):

@@ -24,9 +24,10 @@ KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "prefill": (*PUSH_KINDS, "stop_polling", *MESSAGE_KINDS, *PROCESS_KINDS),
         "decode": (*NOTICE_KINDS, "stop_polling", *MESSAGE_KINDS, *PROCESS_KINDS),
+        "unified": (*MESSAGE_KINDS, *PROCESS_KINDS),
     }
 )
-"""What a worker of each role can do wrong: one pushes, the other takes notices."""
+"""What a worker of each role can do wrong: one pushes, one takes notices, one does neither."""
 
 PUSHING = "pushing"
 """A push was posted and has not been looked at since: no state of a table, but the moment that matters most."""
@@ -35,6 +36,7 @@ STATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "prefill": ("open", PUSHING, "committed", "closing", "drained", "closed", "failed"),
         "decode": ("reserved", "bound", "local", "committed", "active", "quarantined", "closed"),
+        "unified": ("reserved", "local", "closed"),
     }
 )
 """States of a handoff, by role, in the words of the send and the receive table."""
@@ -47,6 +49,7 @@ MESSAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("Reserved", "Granted", "LocalPrefillStarted", "StepTokens"),
             *("Reserve", "Bind", "StartLocalPrefill", *_OF_ALL),
         ),
+        "unified": ("Reserved", "LocalPrefillStarted", "StepTokens", "Reserve", "StartLocalPrefill", *_OF_ALL),
     }
 )
 """Types of messages between a worker of each role and its coordinator, both ways. Greetings and heartbeats are left

@@ -12,12 +12,18 @@ class Role(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    UNIFIED = "unified"  # takes whole requests: computes the prompt and decodes; has no links
+
+    @property
+    def generates(self) -> bool:
+        """Whether requests are given to such a worker until they end."""
+        return self is not Role.PREFILL
 
 
 class WorkerState(StrEnum):
     """A worker as the coordinator sees it."""
 
-    STARTING = "starting"  # joined, no ready pair yet
+    STARTING = "starting"  # joined, no ready pair yet (a unified worker needs none)
     READY = "ready"
     DRAINING = "draining"
     LOST = "lost"

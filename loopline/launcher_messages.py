@@ -3,6 +3,7 @@
 `loopline.messages` has all other messages.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from loopline.identity import Role
@@ -14,9 +15,21 @@ class WorkerCounts:
 
     prefill: int
     decode: int
+    unified: int = 0
 
     def of(self, role: Role) -> int:
-        return self.prefill if role is Role.PREFILL else self.decode
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.UNIFIED: self.unified}[role]
+
+    @classmethod
+    def by_role(cls, count: Callable[[Role], int]) -> "WorkerCounts":
+        """`count` of each role."""
+        return cls(*map(count, (Role.PREFILL, Role.DECODE, Role.UNIFIED)))
+
+    def __str__(self) -> str:
+        """For people: 1 prefill and 2 decode."""
+        shown = [role for role in Role if self.of(role)] or [Role.PREFILL, Role.DECODE]
+        words = [f"{self.of(role)} {role}" for role in shown]
+        return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 @dataclass(frozen=True)

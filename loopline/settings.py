@@ -78,7 +78,7 @@ class TransferSettings:
     """The transport between prefill and decode workers."""
 
     backend: str = "nixl"
-    """nixl, or local (in-process; tests and one-process runs)."""
+    """nixl, or local: inside one process, for a worker that has no links."""
     error_mode: str = "auto"
     """UCX error handling of every link: peer, none, or auto: none where the arena is device memory, else peer."""
     ucx: tuple[tuple[str, str], ...] = ()
@@ -141,7 +141,7 @@ class WorkerSettings:
 
     name: str
     role: str
-    """prefill or decode."""
+    """prefill, decode or unified."""
     coordinator: str
     """HOST:PORT."""
     host: str = "127.0.0.1"

@@ -10,6 +10,7 @@ from rich.table import Table
 from loopline.cli.options import Config, Json
 from loopline.config import PREFIX_CACHE, ClusterConfig, load_config
 from loopline.config_sections import WorkerGroup
+from loopline.identity import Role
 from loopline.kv.layout import KVLayout
 from loopline.model_spec import load_model_spec
 from loopline.noise_key import NoiseKey, check_prefix_cache
@@ -34,8 +35,7 @@ def check(*, config: Config, as_json: Json = False) -> None:
         f"({plan['unpacked_token_bytes']:,} bytes a token)"
     )
     table = Table("role", "workers", "device", "blocks each", "arena bytes each", "tokens each")
-    for role in ("prefill", "decode"):
-        group = plan["workers"][role]
+    for role, group in plan["workers"].items():
         sizes = [group["num_blocks"], group["arena_bytes"], group["tokens"]]
         words = ["by free memory" if size is None else f"{size:,}" for size in sizes]
         table.add_row(role, str(group["replicas"]), group["device"], *words)
@@ -67,7 +67,7 @@ def make_plan(config: ClusterConfig) -> dict[str, Any]:
         "packing": layout.unpacked_token_bytes / layout.token_bytes,
         "block_size": layout.block_size,
         "block_bytes": layout.block_bytes,
-        "workers": {role: _group_plan(getattr(config, role), layout) for role in ("prefill", "decode")},
+        "workers": {str(role): _group_plan(config.group(role), layout) for role in Role if config.group(role).replicas},
     }
 
 

@@ -18,6 +18,7 @@ from loopline.client import AsyncClient, Completion
 from loopline.config import ClusterConfig, load_config
 from loopline.errors import LooplineError
 from loopline.intake import RequestOptions
+from loopline.launcher_messages import WorkerCounts
 from loopline.request import FinishReason
 
 _READY_S = 120.0
@@ -53,7 +54,8 @@ async def _demo(console: Console, path: Path) -> None:
     config = load_config(path)
     with run_folder(None) as folder, Interrupts() as interrupts:
         launcher = LocalLauncher(path, port=0, run_dir=folder)
-        console.print(f"starting {config.prefill.replicas} prefill and {config.decode.replicas} decode workers ...")
+        counts = WorkerCounts.by_role(lambda role: config.group(role).replicas)
+        console.print(f"starting {counts} workers ...")
         if not await start(launcher, interrupts, _READY_S, folder):
             conclude(console, ["interrupted"], folder)
         pids = launcher.pids

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loopline.cli.options import Address, Json, with_credentials
+from loopline.cli.waiting import wanted_of
 from loopline.client import Client, ClusterStatus, Credentials, WorkerInfo
 from loopline.identity import BudgetCounts, Cause
 
@@ -91,7 +92,7 @@ def details(found: ClusterStatus) -> Iterator[str]:
         if handoffs:
             yield f"{worker.name} handoffs: {handoffs}"
     if (launcher := found.launcher) is not None:
-        yield f"the launcher for {launcher.host} keeps {launcher.prefill} prefill and {launcher.decode} decode workers"
+        yield f"the launcher for {launcher.host} keeps {wanted_of(launcher)} workers"
 
 
 def _budget(budget: BudgetCounts) -> str:

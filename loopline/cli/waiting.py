@@ -1,12 +1,15 @@
 """Waiting for workers to come and go, for the commands that change them."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from loopline.client import ClusterStatus
 from loopline.client.operator import Operator
+from loopline.client.records import LauncherInfo
 from loopline.errors import CoordinatorUnreachable, DeadlineExceeded
 from loopline.identity import Role, WorkerState
+from loopline.launcher_messages import WorkerCounts
 
 POLL_S = 0.1
 
@@ -35,11 +38,16 @@ def is_settled(status: ClusterStatus) -> bool:
         return False
     living = {worker.name: worker for worker in status.workers if worker.state != WorkerState.LOST}
     enough = _as_ready_as_can_be(status)
-    counts = tuple(sum(1 for worker in launcher.workers if worker.role == role) for role in (Role.PREFILL, Role.DECODE))
-    return counts == (launcher.prefill, launcher.decode) and all(
+    kept = Counter(worker.role for worker in launcher.workers)
+    return WorkerCounts.by_role(lambda role: kept[role]) == wanted_of(launcher) and all(
         not worker.leaving and worker.name in living and living[worker.name].state in enough
         for worker in launcher.workers
     )
+
+
+def wanted_of(launcher: LauncherInfo) -> WorkerCounts:
+    """How many workers it is to keep."""
+    return WorkerCounts.by_role(lambda role: getattr(launcher, role))
 
 
 def has_successor(status: ClusterStatus, name: str, uuid: str) -> bool:
@@ -56,4 +64,5 @@ def has_gone(status: ClusterStatus, uuid: str) -> bool:
 def _as_ready_as_can_be(status: ClusterStatus) -> set[WorkerState]:
     """Ready; or joined, where the other role has no worker to be paired with."""
     roles = {worker.role for worker in status.workers if worker.state != WorkerState.LOST}
-    return {WorkerState.READY} if len(roles) == len(Role) else {WorkerState.READY, WorkerState.STARTING}
+    may_pair = roles >= {Role.PREFILL, Role.DECODE}
+    return {WorkerState.READY} if may_pair else {WorkerState.READY, WorkerState.STARTING}

@@ -9,7 +9,9 @@ import typer
 
 def worker(
     *,
-    role: Annotated[Literal["prefill", "decode"], typer.Option(help="What the worker does.", show_default=False)],
+    role: Annotated[
+        Literal["prefill", "decode", "unified"], typer.Option(help="What the worker does.", show_default=False)
+    ],
     coordinator: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="The coordinator's address.", show_default=False)
     ],
@@ -35,6 +37,10 @@ def _main_of(role: str) -> Callable[[list[str]], int]:
         from prefill_worker.__main__ import main as prefill_main
 
         return prefill_main
+    if role == "unified":
+        from decode_worker.unified import main as unified_main
+
+        return unified_main
     from decode_worker.__main__ import main as decode_main
 
     return decode_main

@@ -21,8 +21,10 @@ class Scaled:
 
     prefill_before: int
     decode_before: int
+    unified_before: int
     prefill: int
     decode: int
+    unified: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,10 @@ class Operator:
         """See Client.status."""
         return self._client.status()
 
-    def scale(self, *, prefill: int | None = None, decode: int | None = None) -> Scaled:
+    def scale(self, *, prefill: int | None = None, decode: int | None = None, unified: int | None = None) -> Scaled:
         """Have the launcher keep so many workers, None: as many as now. Answered before they are there."""
-        return record_of(Scaled, self._call("Scale", operations_pb2.ScaleRequest, prefill=prefill, decode=decode))
+        counts = {"prefill": prefill, "decode": decode, "unified": unified}
+        return record_of(Scaled, self._call("Scale", operations_pb2.ScaleRequest, **counts))
 
     def drain(self, worker: str, *, limit_s: float | None = None) -> DrainOrdered:
         """Have the worker of that name finish within the limit (None: the configuration's) and leave. Answered before

@@ -144,14 +144,15 @@ class LaunchedWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherInfo:
-    """Who starts workers. `prefill` and `decode`: how many it is to keep; `restarts`: whether those that end are
-    started again."""
+    """Who starts workers. `prefill`, `decode` and `unified`: how many it is to keep; `restarts`: whether those that end
+    are started again."""
 
     host: str
     restarts: bool
     prefill: int
     decode: int
     workers: tuple[LaunchedWorker, ...]
+    unified: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

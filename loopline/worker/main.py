@@ -1,4 +1,4 @@
-"""The entry point of a worker process, the same for both kinds."""
+"""The entry point of a worker process, the same for all kinds."""
 
 import argparse
 import os
@@ -45,7 +45,7 @@ def _port(text: str) -> int:
 
 def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> WorkerArguments:
     """Read the command line and the cluster YAML. Raises ConfigError kinds; argparse exits on a wrong flag."""
-    parser = argparse.ArgumentParser(prog=f"python -m {role}_worker", description=f"A {role} worker process.")
+    parser = argparse.ArgumentParser(prog=f"loopline worker --role {role}", description=f"A {role} worker process.")
     parser.add_argument("--config", required=True, help="cluster YAML")
     parser.add_argument("--coordinator", required=True, help="HOST:PORT of the coordinator")
     parser.add_argument(

@@ -25,9 +25,14 @@ _BLOCK_STATES = ("free", "held", "cached", "quarantined")
 _LASTING = {
     Role.PREFILL: (SendState.OPEN, SendState.COMMITTED, SendState.CLOSING, SendState.FAILED),
     Role.DECODE: (ReceiveState.RESERVED, ReceiveState.BOUND, ReceiveState.COMMITTED, ReceiveState.QUARANTINED),
+    Role.UNIFIED: (ReceiveState.RESERVED,),
 }
 """States that a handoff stays in for a while."""
-_STATES: dict[Role, tuple[str, ...]] = {Role.PREFILL: tuple(SendState), Role.DECODE: tuple(ReceiveState)}
+_STATES: dict[Role, tuple[str, ...]] = {
+    Role.PREFILL: tuple(SendState),
+    Role.DECODE: tuple(ReceiveState),
+    Role.UNIFIED: (ReceiveState.RESERVED, ReceiveState.LOCAL, ReceiveState.CLOSED),
+}
 
 
 class Scrapes:

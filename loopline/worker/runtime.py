@@ -18,6 +18,7 @@ import grpc.aio
 
 from kvtransfer.agent import TransferAgent
 from kvtransfer.commands import Command
+from kvtransfer.local_agent import LocalAgent, LocalHub
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.region import ArenaSpan
 from kvtransfer.transfer_thread import NoticeCodec, TransferEndpoint, TransferThread
@@ -194,6 +195,8 @@ def _load(settings: WorkerSettings, policy: RolePolicy, agent_name: str, faults:
     )
 
     def make_agent() -> TransferAgent:
+        if settings.transfer.backend == "local":
+            return LocalAgent(agent_name, LocalHub())
         agent = NixlAgent(agent_name, settings.transfer, span.memory_kind)
         return agent if faults is None else faults.agent(agent)
 

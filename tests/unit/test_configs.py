@@ -7,6 +7,7 @@ import pytest
 from kvtransfer.budget import BudgetLimits
 from loopline.bench.shapes import SHAPES
 from loopline.config import load_config
+from loopline.identity import Role
 from loopline.kv.layout import KVLayout
 from loopline.model_spec import load_model_spec
 
@@ -21,7 +22,9 @@ def test_on_a_cpu_a_request_of_the_whole_context_fits_every_worker(path: Path) -
     config = load_config(path)
     spec = load_model_spec(config.model.path)
     layout = KVLayout.from_spec(spec, spec.default_loops, config.kv.block_size, config.model.dtype)
-    for group in (config.prefill, config.decode):
+    groups = [config.group(role) for role in Role if config.group(role).replicas]
+    assert groups
+    for group in groups:
         assert group.num_blocks is not None
         assert group.num_blocks >= layout.blocks_for(spec.context_tokens)
         assert group.num_blocks * layout.block_bytes <= 256 * 2**20
@@ -44,6 +47,6 @@ def test_on_a_gpu_workers_share_it_and_a_prompt_fits_the_budget(path: Path) -> N
 
 
 def test_there_are_configurations() -> None:
-    assert {path.stem for path in ON_CPU} >= {"local-cpu", "local-cpu-huginn", "local-cpu-2p2d"}
+    assert {path.stem for path in ON_CPU} >= {"local-cpu", "local-cpu-huginn", "local-cpu-2p2d", "local-cpu-unified"}
     assert {path.stem for path in ON_GPU} >= {"gpu-ouro-1.4b", "gpu-huginn-0125"}
     assert set(CONFIGS) == {*ON_CPU, *ON_GPU}

@@ -39,7 +39,7 @@ def test_a_pair_makes_both_ready() -> None:
     assert registry.pair_ready(P.peer.worker, PairReady(D.peer.worker, "tcp", 1e9))
     assert states(registry) == {"prefill-0": WorkerState.READY, "decode-0": WorkerState.READY}
     snapshot = registry.snapshot(0.0, {})
-    assert registry.has_ready_pair
+    assert registry.can_serve
     assert snapshot.workers[0].links[0].decode_name == "decode-0"
     assert snapshot.arena_tokens() == 64 * 16
 
@@ -139,7 +139,7 @@ def test_a_refusal_lasts_to_the_next_heartbeat_and_draining_shows() -> None:
     assert [view.takes_work for view in registry.snapshot(0.0, {}).workers] == [True, True]
     registry.heartbeat(D.peer.worker, heartbeat(draining=True), 2.0)
     assert states(registry)["decode-0"] is WorkerState.DRAINING
-    assert not registry.has_ready_pair
+    assert not registry.can_serve
 
 
 def test_a_pair_with_somebody_unknown_is_not_ready() -> None:

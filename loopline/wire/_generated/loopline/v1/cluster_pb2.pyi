@@ -503,12 +503,14 @@ class WorkerExitAnswer(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerCounts(_message.Message):
-    __slots__ = ("prefill", "decode")
+    __slots__ = ("prefill", "decode", "unified")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
+    UNIFIED_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ...) -> None: ...
+    unified: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., unified: _Optional[int] = ...) -> None: ...
 
 class KeptWorker(_message.Message):
     __slots__ = ("name", "role", "leaving")

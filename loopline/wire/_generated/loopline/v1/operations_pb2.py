@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cloopline/v1/operations.proto\x12\x0bloopline.v1\"P\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decode\"]\n\x0bScaleAnswer\x12\x16\n\x0eprefill_before\x18\x01 \x01(\r\x12\x15\n\rdecode_before\x18\x02 \x01(\r\x12\x0f\n\x07prefill\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x04 \x01(\r\"F\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x14\n\x07limit_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_limit_s\"C\n\x11\x44rainWorkerAnswer\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0f\n\x07limit_s\x18\x02 \x01(\x01\x12\x0f\n\x07returns\x18\x03 \x01(\x08\x32\x9a\x01\n\nOperations\x12<\n\x05Scale\x12\x19.loopline.v1.ScaleRequest\x1a\x18.loopline.v1.ScaleAnswer\x12N\n\x0b\x44rainWorker\x12\x1f.loopline.v1.DrainWorkerRequest\x1a\x1e.loopline.v1.DrainWorkerAnswerb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cloopline/v1/operations.proto\x12\x0bloopline.v1\"r\n\x0cScaleRequest\x12\x14\n\x07prefill\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06\x64\x65\x63ode\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x07unified\x18\x03 \x01(\rH\x02\x88\x01\x01\x42\n\n\x08_prefillB\t\n\x07_decodeB\n\n\x08_unified\"\x86\x01\n\x0bScaleAnswer\x12\x16\n\x0eprefill_before\x18\x01 \x01(\r\x12\x15\n\rdecode_before\x18\x02 \x01(\r\x12\x0f\n\x07prefill\x18\x03 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x04 \x01(\r\x12\x16\n\x0eunified_before\x18\x05 \x01(\r\x12\x0f\n\x07unified\x18\x06 \x01(\r\"F\n\x12\x44rainWorkerRequest\x12\x0e\n\x06worker\x18\x01 \x01(\t\x12\x14\n\x07limit_s\x18\x02 \x01(\x01H\x00\x88\x01\x01\x42\n\n\x08_limit_s\"C\n\x11\x44rainWorkerAnswer\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0f\n\x07limit_s\x18\x02 \x01(\x01\x12\x0f\n\x07returns\x18\x03 \x01(\x08\x32\x9a\x01\n\nOperations\x12<\n\x05Scale\x12\x19.loopline.v1.ScaleRequest\x1a\x18.loopline.v1.ScaleAnswer\x12N\n\x0b\x44rainWorker\x12\x1f.loopline.v1.DrainWorkerRequest\x1a\x1e.loopline.v1.DrainWorkerAnswerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'loopline.v1.operations_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCALEREQUEST']._serialized_start=45
-  _globals['_SCALEREQUEST']._serialized_end=125
-  _globals['_SCALEANSWER']._serialized_start=127
-  _globals['_SCALEANSWER']._serialized_end=220
-  _globals['_DRAINWORKERREQUEST']._serialized_start=222
-  _globals['_DRAINWORKERREQUEST']._serialized_end=292
-  _globals['_DRAINWORKERANSWER']._serialized_start=294
-  _globals['_DRAINWORKERANSWER']._serialized_end=361
-  _globals['_OPERATIONS']._serialized_start=364
-  _globals['_OPERATIONS']._serialized_end=518
+  _globals['_SCALEREQUEST']._serialized_end=159
+  _globals['_SCALEANSWER']._serialized_start=162
+  _globals['_SCALEANSWER']._serialized_end=296
+  _globals['_DRAINWORKERREQUEST']._serialized_start=298
+  _globals['_DRAINWORKERREQUEST']._serialized_end=368
+  _globals['_DRAINWORKERANSWER']._serialized_start=370
+  _globals['_DRAINWORKERANSWER']._serialized_end=437
+  _globals['_OPERATIONS']._serialized_start=440
+  _globals['_OPERATIONS']._serialized_end=594
 # @@protoc_insertion_point(module_scope)
