@@ -22,15 +22,16 @@ def choose_decode(
 def decode_candidates(
     request: Request, snapshot: ClusterSnapshot, group: Fingerprint | None = None, *, is_suspect: bool = False
 ) -> list[WorkerView]:
-    """Decode workers that may be asked for blocks."""
+    """Decode and unified workers that may be asked for blocks."""
     return [
         view
-        for view in snapshot.with_role(Role.DECODE)
+        for role in (Role.DECODE, Role.UNIFIED)
+        for view in snapshot.with_role(role)
         if view.takes_work
         and (group is None or view.group == group)
         and not (is_suspect and _has_suspect(view))
         and _has_decode_room(view, request)
-        and _has_prefill_slot(view, snapshot)
+        and (role is Role.UNIFIED or _has_prefill_slot(view, snapshot))
     ]
 
 

@@ -24,9 +24,9 @@ Table = dict[WorkerId, tuple[Assigned, ...]]
 @st.composite
 def snapshots(draw: st.DrawFn) -> ClusterSnapshot:
     registry = Registry(1e9, None, draw(st.sampled_from((0.25, 0.5, 1.0))))
-    workers: dict[Role, list[Register]] = {Role.PREFILL: [], Role.DECODE: []}
+    workers: dict[Role, list[Register]] = {role: [] for role in Role}
     for role, members in workers.items():
-        for number in range(draw(st.integers(1, 4))):
+        for number in range(draw(st.integers(0, 2) if role is Role.UNIFIED else st.integers(1, 4))):
             fingerprint = draw(st.sampled_from((FINGERPRINT, FINGERPRINT, OTHER_FINGERPRINT)))
             blocks, slots = draw(st.integers(1, 12)), draw(st.integers(1, 4))
             one = register(f"{role}-{number}", role, fingerprint=fingerprint, total_blocks=blocks, max_running=slots)
@@ -37,7 +37,7 @@ def snapshots(draw: st.DrawFn) -> ClusterSnapshot:
             if draw(st.integers(0, 4)):
                 registry.pair_ready(prefill.peer.worker, PairReady(decode.peer.worker, "tcp", 1.0))
     table: Table = {}
-    for one in (*workers[Role.PREFILL], *workers[Role.DECODE]):
+    for one in (member for members in workers.values() for member in members):
         rows = [draw(rows_of(one, workers[Role.DECODE], number)) for number in range(draw(st.integers(0, 3)))]
         table[one.peer.worker] = tuple(rows)
         if not draw(st.integers(0, 5)):
@@ -49,13 +49,13 @@ def snapshots(draw: st.DrawFn) -> ClusterSnapshot:
 
 @st.composite
 def rows_of(draw: st.DrawFn, worker: Register, decode: list[Register], number: int) -> Assigned:
-    is_decode = worker.role is Role.DECODE
+    is_decode = worker.role.generates
     return Assigned(
         f"{worker.peer.name}/{number}",
         draw(st.integers(1, 40)),
         draw(st.integers(1, 60)),
         draw(st.integers(1, 50)),
-        is_decode and draw(st.booleans()),
+        worker.role is Role.DECODE and draw(st.booleans()),
         None if is_decode else draw(st.sampled_from(decode)).peer.worker,
         not draw(st.integers(0, 5)),
     )
@@ -68,7 +68,8 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 def given_rows(one: Request, decode: WorkerView, prefill: WorkerView | None) -> dict[WorkerId, Assigned]:
-    rows = {decode.worker: Assigned(one.request_id, one.num_known_tokens, one.max_kv_tokens, 8, prefill is None)}
+    awaits = prefill is None and decode.role is Role.DECODE
+    rows = {decode.worker: Assigned(one.request_id, one.num_known_tokens, one.max_kv_tokens, 8, awaits)}
     if prefill is not None:
         rows[prefill.worker] = Assigned(
             one.request_id, one.num_known_tokens, one.max_kv_tokens, 9, False, decode.worker
@@ -100,7 +101,7 @@ def test_who_is_chosen_has_room_and_who_has_room_is_found(
         rows = given_rows(one, decode, None)
         placing.placed(one, {}, rows)
         snapshot = router_plain.with_request(snapshot, rows)
-        if binds:
+        if binds and decode.role is Role.DECODE:
             found = snapshot.find(decode.worker)
             assert found is not None
             able = router_plain.prefill_candidates(one, snapshot, found, is_suspect=is_suspect)
@@ -138,14 +139,17 @@ def test_avoiding_takes_nobody_out_for_good(snapshot: ClusterSnapshot, one: Requ
     everyone = Avoided(workers=frozenset(workers), links=frozenset(links))
     if avoided == everyone:
         assert chosen == router_plain.choose_decode(one, snapshot)
-    ready = [view for view in snapshot.with_role(Role.DECODE) if view.ready_pairs and view.takes_work]
+    able = [view for view in snapshot.workers if view.role.generates and view.takes_work]
     if chosen is not None and chosen.worker in avoided.workers:
-        assert all(view.worker in avoided.workers or _is_cut_off(view, snapshot, avoided) for view in ready)
+        assert all(view.worker in avoided.workers or _is_cut_off(view, snapshot, avoided) for view in able)
     assert router.begin(snapshot, 1000.0).choose_decode(one) == router_plain.choose_decode(one, snapshot)
 
 
 def _is_cut_off(decode: WorkerView, snapshot: ClusterSnapshot, avoided: Avoided) -> bool:
-    """Whether all of its prefill workers are avoided, or their links to it are, or they do not take work."""
+    """Whether all of its prefill workers are avoided, or their links to it are, or they do not take work. A unified
+    worker has none and needs none."""
+    if decode.role is Role.UNIFIED:
+        return False
     for worker in decode.ready_pairs:
         prefill = snapshot.find(worker)
         is_good = worker not in avoided.workers and (worker, decode.worker) not in avoided.links

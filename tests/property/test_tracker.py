@@ -218,7 +218,8 @@ class TrackerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def reserve(self, data: st.DataObject) -> None:
         request_id = self.queued.pop(0)
-        self.carry_out(self.tracker.reserve(request_id, self.pick(data, "decode").peer))
+        takes_whole = data.draw(st.booleans())  # one worker is now a decode worker and now a unified one
+        self.carry_out(self.tracker.reserve(request_id, self.pick(data, "decode").peer, takes_whole=takes_whole))
 
     @precondition(lambda self: self.tracker.awaiting_prefill())
     @rule(data=st.data())
@@ -320,7 +321,7 @@ class TrackerMachine(RuleBasedStateMachine):
             by_role = {role: [w for w in self.workers.values() if w.peer.name.startswith(role)] for role in ROLES}
             for number, request_id in enumerate(self.queued):
                 decode = by_role["decode"][number % len(by_role["decode"])]
-                self.carry_out(self.tracker.reserve(request_id, decode.peer))
+                self.carry_out(self.tracker.reserve(request_id, decode.peer, takes_whole=number % 3 == 2))
             self.queued = []
             for number, request_id in enumerate(self.tracker.awaiting_prefill()):
                 if number % 2:

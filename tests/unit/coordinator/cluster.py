@@ -181,6 +181,9 @@ class ScriptedWorker:
                     request = self.held[key.request_id][1]
                     self._tasks.append(asyncio.ensure_future(self._decode(key, request.num_known_tokens)))
             case StartLocalPrefill(key):
+                if key.request_id not in self.held:
+                    await self.send(LocalPrefillStarted(key, Cause.UNKNOWN))
+                    return
                 await self.send(LocalPrefillStarted(key))
                 position = self.held[key.request_id][1].num_known_tokens
                 self._tasks.append(asyncio.ensure_future(self._decode(key, position)))
@@ -224,7 +227,7 @@ class ScriptedCluster:
     workers: dict[str, ScriptedWorker] = field(default_factory=dict)
 
     def attach(self, name: str, **options: Any) -> ScriptedWorker:
-        role = Role.PREFILL if name.startswith("prefill") else Role.DECODE
+        role = Role(name.partition("-")[0])
         self.workers[name] = worker = ScriptedWorker(name, role, self, **options)
         return worker
 
