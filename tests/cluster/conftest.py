@@ -1,13 +1,14 @@
 """Clusters that several test modules share; each test leaves them idle."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from loopline.engine.local import LocalEngine
 from loopline.settings import EngineSettings, SchedulerSettings
 from tests.support.cluster import Cluster, launched, write_config
-from tests.support.golden import MODELS
+from tests.support.golden import MODELS, SMALL
 
 
 @pytest.fixture(scope="session")
@@ -30,18 +31,25 @@ def huginn(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def ouro_engine() -> Iterator[LocalEngine]:
-    engine = _engine("tiny-ouro")
+    engine = _engine(MODELS / "tiny-ouro")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def small_engine() -> Iterator[LocalEngine]:
+    engine = _engine(SMALL)
     yield engine
     engine.close()
 
 
 @pytest.fixture(scope="session")
 def huginn_engine() -> Iterator[LocalEngine]:
-    engine = _engine("tiny-huginn")
+    engine = _engine(MODELS / "tiny-huginn")
     yield engine
     engine.close()
 
 
-def _engine(name: str) -> LocalEngine:
+def _engine(checkpoint: Path) -> LocalEngine:
     scheduler = SchedulerSettings(chunk_tokens=32)  # not the cluster's: chunking must not matter
-    return LocalEngine(EngineSettings(model_path=str(MODELS / name), dtype="fp32", num_blocks=128, scheduler=scheduler))
+    return LocalEngine(EngineSettings(model_path=str(checkpoint), dtype="fp32", num_blocks=128, scheduler=scheduler))

@@ -19,6 +19,7 @@ from tests.cluster.test_faults import check_committed
 from tests.support.asking import Stream, alone, ask, prompt_of
 from tests.support.cluster import Cluster, wait_until
 from tests.support.faulty import faulty, is_ready
+from tests.support.golden import SMALL
 
 BLOCK = 16
 NUM_CHUNKS = 4
@@ -50,7 +51,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         "prefill": {"num_blocks": 64, "chunk_tokens": BLOCK},
         "decode": {"num_blocks": ARENA_BLOCKS, "max_running": 8},
     }
-    with faulty(folder, *({"worker": "prefill-0", **fault} for fault in faults), **groups) as running:
+    with faulty(folder, *({"worker": "prefill-0", **fault} for fault in faults), checkpoint=SMALL, **groups) as running:
         yield running
 
 
@@ -66,7 +67,7 @@ def test_pushes_that_always_fail_end_soon_in_an_error_without_tokens(cluster: Cl
 
 
 def test_blocks_of_a_client_that_left_wait_for_the_push_that_still_comes(
-    cluster: Cluster, folder: Path, ouro_engine: LocalEngine
+    cluster: Cluster, folder: Path, small_engine: LocalEngine
 ) -> None:
     """A second client wants the whole arena, under the same label: it gets no token while a block may be written."""
     leaving = Stream(cluster, prompt_of(2, PROMPT_TOKENS), ANSWER, label="again")
@@ -79,13 +80,13 @@ def test_blocks_of_a_client_that_left_wait_for_the_push_that_still_comes(
     tokens = second.wait_token()
     assert not cluster.workers()["decode-0"].blocks.quarantined
     tokens += second.wait_token()
-    assert tokens == alone(ouro_engine, prompt, len(tokens))
+    assert tokens == alone(small_engine, prompt, len(tokens))
     second.leave()
     cluster.wait_idle()
 
 
 def test_a_failed_push_holds_every_block_of_its_siblings(
-    cluster: Cluster, folder: Path, ouro_engine: LocalEngine
+    cluster: Cluster, folder: Path, small_engine: LocalEngine
 ) -> None:
     """Push 3 of 4 fails while 1 and 2 are on their way. The prompt's blocks are kept until these have ended, and, as
     nobody knows what the failed one may still do, until the other process is gone. The request runs again before."""
@@ -103,7 +104,7 @@ def test_a_failed_push_holds_every_block_of_its_siblings(
     tokens: tuple[int, ...] = ()
     while len(tokens) < ANSWER:
         tokens += stream.wait_token()
-    assert tokens == alone(ouro_engine, prompt, ANSWER)
+    assert tokens == alone(small_engine, prompt, ANSWER)
     stream.leave()
     wait_until(lambda: cluster.workers()["prefill-0"].blocks.quarantined == NUM_CHUNKS, "all siblings have ended")
     pid = cluster.workers()["decode-0"].pid
@@ -112,12 +113,12 @@ def test_a_failed_push_holds_every_block_of_its_siblings(
     cluster.wait_idle()
 
 
-def test_the_undisturbed_way_lets_go_at_once(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+def test_the_undisturbed_way_lets_go_at_once(cluster: Cluster, small_engine: LocalEngine) -> None:
     """Of the prompt's blocks, although the answer goes on."""
     prompt = prompt_of(5, PROMPT_TOKENS)
     stream = Stream(cluster, prompt, ANSWER)
     stream.wait_token()
     wait_until(lambda: not cluster.workers()["prefill-0"].blocks.held, "the prefill worker holds nothing")
     stream.leave()
-    assert ask(cluster, prompt, ANSWER) == alone(ouro_engine, prompt, ANSWER)
+    assert ask(cluster, prompt, ANSWER) == alone(small_engine, prompt, ANSWER)
     cluster.wait_idle()

@@ -13,7 +13,7 @@ from loopline.engine.local import LocalEngine
 from loopline.errors import WorkerLost
 from tests.support.cluster import Cluster, wait_until
 from tests.support.faulty import RETURN_S, Case, Fault, answers_alone, ask, faulty, is_ready
-from tests.support.golden import MODELS
+from tests.support.golden import MODELS, SMALL
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
 CRASHES = 7
@@ -29,9 +29,9 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def expected(ouro_engine: LocalEngine) -> list[tuple[int, ...]]:
+def expected(small_engine: LocalEngine) -> list[tuple[int, ...]]:
     assert not any(CRASHES in prompt for prompt, _ in CASES)
-    return answers_alone(ouro_engine, CASES)
+    return answers_alone(small_engine, CASES)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_a_request_that_ends_its_workers_is_given_up_alone(
 ) -> None:
     """It comes first, and the others share its workers from the beginning."""
     faults: list[Fault] = [{"worker": name, "do": "kill", "prompt_token": CRASHES} for name in workers]
-    with faulty(tmp_path, *faults, **GROUPS) as cluster, ThreadPoolExecutor(1 + len(CASES)) as pool:
+    with faulty(tmp_path, *faults, checkpoint=SMALL, **GROUPS) as cluster, ThreadPoolExecutor(1 + len(CASES)) as pool:
         wait_whole(cluster)
         before = {name: worker.pid for name, worker in cluster.workers().items()}
         crashing = pool.submit(delivered_and_error, cluster)

@@ -14,7 +14,7 @@ import pytest
 from loopline.engine.local import LocalEngine
 from tests.support.cluster import Cluster, wait_until
 from tests.support.faulty import RETURN_S, Case, Fault, answers_alone, ask, faulty, has_committed
-from tests.support.golden import MODELS
+from tests.support.golden import MODELS, SMALL
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
 CASES: list[Case] = [(tuple(TEXT[53 * n : 53 * n + 25 + 16 * n]), 12) for n in range(4)]
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def expected(ouro_engine: LocalEngine) -> list[tuple[int, ...]]:
-    return answers_alone(ouro_engine, CASES)
+def expected(small_engine: LocalEngine) -> list[tuple[int, ...]]:
+    return answers_alone(small_engine, CASES)
 
 
 def ask_all(cluster: Cluster) -> list[tuple[int, ...]]:
@@ -60,7 +60,7 @@ def test_small_faults_cost_no_token(tmp_path: Path, expected: list[tuple[int, ..
         ("prefill-0", "fail_push of push 12", {"at": 12}),
     ]
     entries = [{"worker": worker, "do": words.split()[0], **more} for worker, words, more in faults]
-    with faulty(tmp_path, *entries) as cluster:
+    with faulty(tmp_path, *entries, checkpoint=SMALL) as cluster:
         assert ask_all(cluster) == expected
         for worker, words, _ in faults:
             check_committed(tmp_path, worker, words)
@@ -72,7 +72,7 @@ def test_a_push_past_its_deadline_costs_no_token_and_lands_in_quarantine(
     tmp_path: Path, expected: list[tuple[int, ...]]
 ) -> None:
     fault: Fault = {"worker": "prefill-0", "do": "delay_push", "at": 3, "seconds": 4.0}
-    with faulty(tmp_path, fault, transfer={"push_timeout_s": 0.5}) as cluster:
+    with faulty(tmp_path, fault, checkpoint=SMALL, transfer={"push_timeout_s": 0.5}) as cluster:
         check_answers_with_quarantine(cluster, expected)
         check_committed(tmp_path, "prefill-0", "delay_push of push 3")
         cluster.wait_idle()
@@ -83,7 +83,7 @@ def test_a_corrupted_push_costs_no_token_where_pushes_are_verified(
     tmp_path: Path, expected: list[tuple[int, ...]]
 ) -> None:
     fault: Fault = {"worker": "prefill-0", "do": "corrupt_push", "at": 3}
-    with faulty(tmp_path, fault, transfer={"verify": "digest"}) as cluster:
+    with faulty(tmp_path, fault, checkpoint=SMALL, transfer={"verify": "digest"}) as cluster:
         assert ask_all(cluster) == expected
         check_committed(tmp_path, "prefill-0", "corrupt_push of push 3")
         cluster.wait_idle()
@@ -105,7 +105,7 @@ def test_what_nobody_says_again_costs_seconds_and_no_token(tmp_path: Path, expec
     ]
     entries = [{"worker": "decode-0", "do": words.split()[0], **more} for words, more in lost]
     limits: dict[str, dict[str, object]] = {"membership": {"reply_timeout_s": 1.5}, "transfer": {"push_timeout_s": 1.5}}
-    with faulty(tmp_path, *entries, **limits) as cluster:
+    with faulty(tmp_path, *entries, checkpoint=SMALL, **limits) as cluster:
         for words, more in lost:
             assert ask(cluster, CASES[2], deadline_s=RETURN_S / 2) == expected[2]
             check_committed(tmp_path, str(more.get("worker", "decode-0")), words)

@@ -17,7 +17,7 @@ from loopline.engine.local import LocalEngine
 from loopline.faults import STATES
 from tests.support.cluster import Cluster, wait_until
 from tests.support.faulty import RETURN_S, Case, Fault, answers_alone, ask, faulty, has_committed, is_ready
-from tests.support.golden import MODELS
+from tests.support.golden import MODELS, SMALL
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
 CASES: list[Case] = [(tuple(TEXT[300:320]), 1)]
@@ -37,7 +37,8 @@ GROUPS: dict[str, dict[str, object]] = {
 default, for the time that this file takes: each stopped worker costs one."""
 TCP: dict[str, object] = {"ucx": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}}
 """Where workers go wrong while they push: so bytes are under way then, which on one host are copied by the post
-otherwise."""
+otherwise. The checkpoint with the larger blocks is for the same case."""
+LARGER = MODELS / "tiny-ouro"
 MOST_LOADS = 20
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 pytestmark = pytest.mark.timeout(300)
@@ -153,27 +154,31 @@ class Scene:
         assert self._cluster.workers()[name].pid == pid, f"{name} was killed before it could come back"
 
 
+Answers = dict[Path, list[tuple[int, ...]]]
+"""By checkpoint: what one engine answers to the cases."""
+
+
 @pytest.fixture(scope="module")
-def expected(ouro_engine: LocalEngine) -> list[tuple[int, ...]]:
-    return answers_alone(ouro_engine, CASES)
+def expected(ouro_engine: LocalEngine, small_engine: LocalEngine) -> Answers:
+    return {LARGER: answers_alone(ouro_engine, CASES), SMALL: answers_alone(small_engine, CASES)}
 
 
-def play_round(folder: Path, expected: list[tuple[int, ...]], states: tuple[str, str | None], wakes_up: bool) -> None:
+def play_round(folder: Path, expected: Answers, states: tuple[str, str | None], wakes_up: bool) -> None:
     """One launch. Where stopped workers are left to the launcher, none of their faults is left for a second moment."""
     by_role = {role: state for role, state in zip(("prefill", "decode"), states, strict=True) if state is not None}
     signals = [each for role, state in by_role.items() for each in signals_at(role, state)]
     if not wakes_up:
         signals = [each for each in signals if each.do == "freeze"]
     helpers = [fault for role, state in by_role.items() for fault in HELP.get((role, state), [])]
-    groups = {**GROUPS, "transfer": TCP} if "pushing" in states else GROUPS
-    with faulty(folder, *helpers, *(each.fault for each in signals), **groups) as cluster:
+    groups, checkpoint = ({**GROUPS, "transfer": TCP}, LARGER) if "pushing" in states else (GROUPS, SMALL)
+    with faulty(folder, *helpers, *(each.fault for each in signals), checkpoint=checkpoint, **groups) as cluster:
         wait_until(lambda: all(is_ready(cluster, name) for name in NAMES), "four ready workers", RETURN_S)
         with ThreadPoolExecutor(2 * len(CASES) + len(NAMES)) as pool:
-            Scene(cluster, folder, expected, signals).play(pool, wakes_up)
+            Scene(cluster, folder, expected[checkpoint], signals).play(pool, wakes_up)
 
 
 @pytest.mark.parametrize("states", PAIRS, ids=str)
-def test_every_state(tmp_path: Path, expected: list[tuple[int, ...]], states: tuple[str, str | None]) -> None:
+def test_every_state(tmp_path: Path, expected: Answers, states: tuple[str, str | None]) -> None:
     play_round(tmp_path, expected, states, wakes_up=True)
 
 
@@ -181,7 +186,7 @@ def test_every_state(tmp_path: Path, expected: list[tuple[int, ...]], states: tu
 @pytest.mark.parametrize("wakes_up", [True, False, True], ids=["woken", "left", "woken-again"])
 @pytest.mark.parametrize("states", PAIRS, ids=str)
 def test_every_state_in_three_rounds(
-    tmp_path: Path, expected: list[tuple[int, ...]], states: tuple[str, str | None], wakes_up: bool
+    tmp_path: Path, expected: Answers, states: tuple[str, str | None], wakes_up: bool
 ) -> None:
     play_round(tmp_path, expected, states, wakes_up)
 

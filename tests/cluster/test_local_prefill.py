@@ -9,7 +9,7 @@ from loopline.settings import EngineSettings
 from tests.support.asking import RETURN_S, alone, prompt_of
 from tests.support.cluster import Cluster, wait_until
 from tests.support.faulty import faulty, has_committed, is_ready
-from tests.support.golden import MODELS
+from tests.support.golden import SMALL
 
 BLOCK = 16
 BELOW_TOKENS = 2 * BLOCK
@@ -25,11 +25,11 @@ def ask(cluster: Cluster, prompt: tuple[int, ...]) -> Completion:
 
 
 def test_a_conversation_stays_on_its_decode_worker(tmp_path: Path) -> None:
-    engine = LocalEngine(
-        EngineSettings(model_path=str(MODELS / "tiny-ouro"), dtype="fp32", num_blocks=64, prefix_cache="off")
-    )
+    engine = LocalEngine(EngineSettings(model_path=str(SMALL), dtype="fp32", num_blocks=64, prefix_cache="off"))
     prompt = prompt_of(1, FIRST)
-    with faulty(tmp_path, {"worker": "decode-0", "do": "kill", "at": "local", "nth": 2}, **GROUPS) as cluster:
+    with faulty(
+        tmp_path, {"worker": "decode-0", "do": "kill", "at": "local", "nth": 2}, checkpoint=SMALL, **GROUPS
+    ) as cluster:
         pid = cluster.workers()["decode-0"].pid
         first = ask(cluster, prompt)
         assert first.token_ids == alone(engine, prompt, ANSWER)

@@ -12,10 +12,10 @@ import pytest
 
 from loopline.client import Accepted, Client, Completion, Finished, WorkerInfo
 from tests.support.cluster import Cluster, launched, wait_until, write_config
-from tests.support.golden import MODELS
+from tests.support.golden import MODELS, SMALL
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
-CASES = [(tuple(TEXT[41 * n : 41 * n + 30 + 17 * n]), 24 + 4 * n) for n in range(8)]
+CASES = [(tuple(TEXT[41 * n : 41 * n + 30 + 17 * n]), 48 + 8 * n) for n in range(8)]
 NAMES = {"prefill-0", "prefill-1", "decode-0", "decode-1"}
 RETURN_S = 60.0
 pytestmark = pytest.mark.timeout(300)
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.timeout(300)
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two workers of each kind on tiny-ouro, started again by the launcher when they end."""
+    """Two workers of each kind, started again by the launcher when they end."""
     folder = tmp_path_factory.mktemp("losses")
     groups: dict[str, dict[str, object]] = {
         "prefill": {"replicas": 2, "num_blocks": 64, "chunk_tokens": 16},
         "decode": {"replicas": 2, "num_blocks": 128, "max_running": 16},
     }
-    with launched(write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", **groups), folder) as running:
+    with launched(write_config(folder / "cluster.yaml", SMALL, **groups), folder) as running:
         yield running
 
 

@@ -210,7 +210,7 @@ def test_a_recovery_is_a_second_attempt_of_the_trace_and_the_new_worker_is_found
     ouro: Cluster, collector: Collector
 ) -> None:
     """The last test here: it ends a worker."""
-    trace_id, new = "1af7651916cd43dd8448eb211c80319d", 300
+    trace_id, new = "1af7651916cd43dd8448eb211c80319d", 120
     before, killed = scrape(metrics_url(ouro)), ouro.workers()["decode-0"]
     sampling = loopline_pb2.SamplingParams(max_tokens=new, ignore_eos=True)
     request = loopline_pb2.GenerateRequest(token_ids=loopline_pb2.TokenIds(ids=[65, 66, 67]), sampling=sampling)

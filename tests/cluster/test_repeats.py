@@ -14,6 +14,7 @@ from tests.cluster.test_faults import check_committed
 from tests.support.asking import Stream, alone, ask, prompt_of
 from tests.support.cluster import Cluster, wait_until
 from tests.support.faulty import faulty
+from tests.support.golden import SMALL
 
 BLOCK, WORST_CASE_BLOCKS = 16, 3
 NUM_TOKENS = BLOCK * WORST_CASE_BLOCKS
@@ -45,7 +46,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         "decode": {"num_blocks": 2 * WORST_CASE_BLOCKS, "max_running": 8},
         "membership": {"lease_s": 30.0, "reply_timeout_s": 30.0},  # some tests make a worker stand still
     }
-    with faulty(folder, *faults, **groups) as running:
+    with faulty(folder, *faults, checkpoint=SMALL, **groups) as running:
         yield running
 
 
@@ -59,11 +60,11 @@ def test_a_prefill_worker_whose_cancel_is_lost_is_told_by_the_decode_worker(clus
     check_committed(folder, "prefill-0", "drop_message of Cancel 1")
 
 
-def test_what_is_said_twice_counts_once(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+def test_what_is_said_twice_counts_once(cluster: Cluster, small_engine: LocalEngine) -> None:
     cases = [(prompt_of(n, 20 + 13 * n), 6 + n) for n in range(4)]
     with ThreadPoolExecutor(len(cases)) as pool:
         answers = list(pool.map(lambda case: ask(cluster, *case), cases))
-    assert answers == [alone(ouro_engine, *case) for case in cases]
+    assert answers == [alone(small_engine, *case) for case in cases]
     stream = Stream(cluster, prompt_of(5, 40), LONG_ANSWER)
     stream.wait_token()
     stream.leave()
@@ -72,7 +73,7 @@ def test_what_is_said_twice_counts_once(cluster: Cluster, ouro_engine: LocalEngi
         wait_until(lambda name=name: sum(cluster.workers()[name].ignored.values()), f"{name} counts what it ignored")
 
 
-def test_six_long_answers_share_the_room_of_two(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+def test_six_long_answers_share_the_room_of_two(cluster: Cluster, small_engine: LocalEngine) -> None:
     """Room for the worst case is promised before an answer is let in, so nobody ends halfway; the others wait with the
     coordinator."""
     prompts = [prompt_of(10 + n, NUM_TOKENS - LONG_ANSWER) for n in range(6)]
@@ -87,11 +88,11 @@ def test_six_long_answers_share_the_room_of_two(cluster: Cluster, ouro_engine: L
             most_held = max(most_held, worker.blocks.held)
         answers = [future.result() for future in futures]
     assert most_running <= 2 and most_held <= 2 * WORST_CASE_BLOCKS
-    assert answers == [alone(ouro_engine, prompt, LONG_ANSWER) for prompt in prompts]
+    assert answers == [alone(small_engine, prompt, LONG_ANSWER) for prompt in prompts]
     cluster.wait_idle()
 
 
-def test_who_leaves_before_it_was_given_any_room_holds_none(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+def test_who_leaves_before_it_was_given_any_room_holds_none(cluster: Cluster, small_engine: LocalEngine) -> None:
     running = Stream(cluster, prompt_of(20, 20), 2 * NUM_TOKENS - 20)  # takes the whole arena
     running.wait_token()
     with cluster.stopped("decode-0"):
@@ -102,15 +103,15 @@ def test_who_leaves_before_it_was_given_any_room_holds_none(cluster: Cluster, ou
         running.leave()
     cluster.wait_idle()
     prompt = prompt_of(23, 20)
-    assert ask(cluster, prompt, 4) == alone(ouro_engine, prompt, 4)
+    assert ask(cluster, prompt, 4) == alone(small_engine, prompt, 4)
 
 
-def test_a_clients_own_id_names_nothing(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+def test_a_clients_own_id_names_nothing(cluster: Cluster, small_engine: LocalEngine) -> None:
     """Two requests of one label at once, then one that comes again under the label of one that has just left."""
     cases = [(prompt_of(30 + n, 30 + 20 * n), 8) for n in range(2)]
     with ThreadPoolExecutor(len(cases)) as pool:
         answers = list(pool.map(lambda case: ask(cluster, *case, label="same"), cases))
-    assert answers == [alone(ouro_engine, *case) for case in cases]
+    assert answers == [alone(small_engine, *case) for case in cases]
     for n in range(3):
         stream = Stream(cluster, prompt_of(40 + n, NUM_TOKENS - 20), 20, label="same")
         stream.leave()
@@ -118,17 +119,17 @@ def test_a_clients_own_id_names_nothing(cluster: Cluster, ouro_engine: LocalEngi
     cluster.wait_idle()
 
 
-def test_all_leave_at_the_same_moment_again_and_again(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+def test_all_leave_at_the_same_moment_again_and_again(cluster: Cluster, small_engine: LocalEngine) -> None:
     leave_together(cluster, rounds=4)
     prompt = prompt_of(50, 40)
-    assert ask(cluster, prompt, 6) == alone(ouro_engine, prompt, 6)
+    assert ask(cluster, prompt, 6) == alone(small_engine, prompt, 6)
 
 
 @pytest.mark.soak
-def test_all_leave_at_the_same_moment_fifty_times(cluster: Cluster, ouro_engine: LocalEngine) -> None:
+def test_all_leave_at_the_same_moment_fifty_times(cluster: Cluster, small_engine: LocalEngine) -> None:
     leave_together(cluster, rounds=50)
     prompt = prompt_of(50, 40)
-    assert ask(cluster, prompt, 6) == alone(ouro_engine, prompt, 6)
+    assert ask(cluster, prompt, 6) == alone(small_engine, prompt, 6)
 
 
 def leave_together(cluster: Cluster, rounds: int, count: int = 6) -> None:

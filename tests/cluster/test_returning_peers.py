@@ -21,17 +21,17 @@ from loopline.client import Accepted, AsyncClient, Chunk, Client, Completion, Fi
 from loopline.engine.local import LocalEngine
 from tests.support.cluster import DEADLINE_S, LOOPLINE, READY_S, Cluster, launched, wait_until, write_config
 from tests.support.faulty import RETURN_S, Case, answers_alone
-from tests.support.golden import MODELS
+from tests.support.golden import MODELS, SMALL
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
 CHUNK = 16
 SHORT: list[Case] = [(tuple(TEXT[61 * n : 61 * n + 20 + 9 * n]), 6) for n in range(6)]
-LONG: list[Case] = [(tuple(TEXT[97 * n : 97 * n + 24]), 100) for n in range(4)]
+LONG: list[Case] = [(tuple(TEXT[97 * n : 97 * n + 24]), 200) for n in range(4)]
 GROUPS: dict[str, dict[str, object]] = {
     "prefill": {"num_blocks": 64, "max_running": 1, "chunk_tokens": CHUNK},
     "decode": {"num_blocks": 192, "max_running": 16},
 }
-NUM_LEFT, LEFT_TOKENS = 10, 60 * CHUNK
+NUM_LEFT, LEFT_TOKENS = 10, 30 * CHUNK
 SOON_S = 10.0
 pytestmark = pytest.mark.timeout(240)
 
@@ -40,18 +40,18 @@ pytestmark = pytest.mark.timeout(240)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A prefill worker with one slot and a decode worker."""
     folder = tmp_path_factory.mktemp("returning")
-    with launched(write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", **GROUPS), folder) as running:
+    with launched(write_config(folder / "cluster.yaml", SMALL, **GROUPS), folder) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def short(ouro_engine: LocalEngine) -> list[tuple[int, ...]]:
-    return answers_alone(ouro_engine, SHORT)
+def short(small_engine: LocalEngine) -> list[tuple[int, ...]]:
+    return answers_alone(small_engine, SHORT)
 
 
 @pytest.fixture(scope="module")
-def long(ouro_engine: LocalEngine) -> list[tuple[int, ...]]:
-    return answers_alone(ouro_engine, LONG)
+def long(small_engine: LocalEngine) -> list[tuple[int, ...]]:
+    return answers_alone(small_engine, LONG)
 
 
 # ---- workers by hand -------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def by_hand(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A worker of the cluster that no launcher keeps, once it has a link; it drains at the end, if it still lives."""
     config = folder / f"{name}.yaml"
-    write_config(config, MODELS / "tiny-ouro", **GROUPS)
+    write_config(config, SMALL, **GROUPS)
     raw = yaml.safe_load(config.read_text(encoding="utf-8"))
     raw["prefill"]["replicas"] = 2  # a fault names a worker that there is
     config.write_text(yaml.safe_dump({**raw, "faults": faults or []}), encoding="utf-8")
@@ -262,7 +262,7 @@ def test_a_decode_worker_serves_on_without_prefill_workers(
     """The cluster's health is SERVING while there is one; without any, answers in progress go on and others wait."""
     groups = {**GROUPS, "launcher": {"restart": "never"}}
     with (
-        launched(write_config(tmp_path / "cluster.yaml", MODELS / "tiny-ouro", **groups), tmp_path) as cluster,
+        launched(write_config(tmp_path / "cluster.yaml", SMALL, **groups), tmp_path) as cluster,
         contextlib.closing(Health(cluster.address)) as health,
         ThreadPoolExecutor(1) as pool,
     ):

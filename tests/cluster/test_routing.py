@@ -8,7 +8,7 @@ import yaml
 
 from loopline.client import Completion
 from tests.support.cluster import launched, wait_until, write_config
-from tests.support.golden import MODELS
+from tests.support.golden import MODELS, SMALL
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
 PROMPTS = tuple(TEXT[:200]), tuple(TEXT[300:500])
@@ -25,7 +25,7 @@ def test_a_prompt_goes_where_its_beginning_is_cached(tmp_path: Path) -> None:
     prompts come, so that one of them stays with it and the other one goes past it."""
     config = write_config(
         tmp_path / "cluster.yaml",
-        MODELS / "tiny-ouro",
+        SMALL,
         kv={"prefix_cache": "auto"},
         prefill={"replicas": 2},
         routing={"policy": "prefix_aware"},
@@ -53,7 +53,7 @@ def test_a_fault_of_a_link_costs_an_attempt_and_no_worker(policy: str, tmp_path:
     prefill-0 by its name, a session's from the first one on, so the second at the latest brings its second push."""
     config = write_config(
         tmp_path / "cluster.yaml",
-        MODELS / "tiny-ouro",
+        SMALL,
         prefill={"replicas": 2},
         routing={"policy": policy},
     )

@@ -24,10 +24,12 @@ Fault = dict[str, object]
 
 
 @contextlib.contextmanager
-def faulty(folder: Path, *faults: Fault, **groups: dict[str, object]) -> Iterator[Cluster]:
-    """A cluster on tiny-ouro with these faults; `groups` are further sections."""
+def faulty(
+    folder: Path, *faults: Fault, checkpoint: Path = MODELS / "tiny-ouro", **groups: dict[str, object]
+) -> Iterator[Cluster]:
+    """A cluster with these faults; `groups` are further sections."""
     sections = {name: {**GROUPS.get(name, {}), **groups.get(name, {})} for name in {**GROUPS, **groups}}
-    path = write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", **sections)
+    path = write_config(folder / "cluster.yaml", checkpoint, **sections)
     raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     path.write_text(yaml.safe_dump({**raw, "faults": list(faults)}), encoding="utf-8")
     with launched(path, folder) as cluster:

@@ -15,6 +15,10 @@ from torch import Tensor
 _ROOT = Path(__file__).parents[2]
 GOLDEN = _ROOT / "tests" / "data" / "golden"
 MODELS = _ROOT / "configs" / "models"
+SMALL = GOLDEN / "ouro_fp32"
+"""A checkpoint for tests of whatever may go wrong around a model. With random weights one other byte in a prompt
+changes the answer (of tiny-ouro's answers it changes half), and a token costs a fraction of tiny-ouro's. It has no
+tokenizer, and a context of 512."""
 TRAINED = ("tiny-ouro", "tiny-huginn")
 LOGIT_TOLERANCE = 1e-3  # float32
 BF16_ERROR_FACTOR = 2.0  # against the reference's own bf16 error
