@@ -12,12 +12,16 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies. The life pipe is gentler and works everywhere, but a
     stopped process does not read it, and one that is still loading reads it late. (One that is stopped before it gets
     here stays until it is let go on, and then ends by the pipe.)"""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> None:
+    die_with_parent()
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coordinator.forking import ForkServer
 from coordinator.launcher_link import stay_attached
 from coordinator.processes import Child, end_children, start_child
 from coordinator.roster import Roster
@@ -69,8 +70,10 @@ class LocalLauncher:
         run_dir: Path,
         port: int | None = None,
         worker_modules: Mapping[Role, str] = WORKER_MODULES,
+        forks_workers: bool = False,
     ) -> None:
-        """`run_dir` takes logs and the listen file; `worker_modules`: what `python -m` runs. Raises ConfigError."""
+        """`run_dir` takes logs and the listen file; `worker_modules`: what `python -m` runs; `forks_workers`: from a
+        process that has loaded them, which makes this process adopt what its descendants leave. Raises ConfigError."""
         self._worker_modules = worker_modules
         self._config_path = config_path
         self._config = load_config(config_path)
@@ -78,6 +81,7 @@ class LocalLauncher:
         """What this launcher shows to the coordinator: the cluster's own."""
         self._port = port
         self._run_dir = run_dir
+        self._forks = ForkServer([*worker_modules.values()], run_dir / "forkserver.log") if forks_workers else None
         self._children: dict[str, Child] = {}
         self._id = uuid.uuid4().hex
         self._roster = Roster()
@@ -97,6 +101,8 @@ class LocalLauncher:
         """Start everything; `address` is known then. Raises OperatorError with the log of what could not start."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         try:
+            if self._forks is not None:
+                await self._forks.open()
             await self._start_coordinator()
         except BaseException:
             await self.stop()
@@ -133,6 +139,8 @@ class LocalLauncher:
         self._stopping.set()
         for left in self._left.values():
             left.set()
+        if self._forks is not None:
+            await self._forks.close()
         first = [child for child in self._children.values() if child.name == "coordinator"]
         await end_children(first, self.drain_limit_s + _LEAVE_S)
         await end_children(list(self._children.values()), _LEAVE_S)
@@ -190,7 +198,8 @@ class LocalLauncher:
         again until all is stopped."""
         while True:
             try:
-                child = await start_child(name, module, arguments, self._run_dir / f"{name}.log")
+                forks = None if module == "coordinator" else self._forks
+                child = await start_child(name, module, arguments, self._run_dir / f"{name}.log", forks)
                 break
             except OSError as error:
                 failure = OperatorError(f"{name} cannot be started: {error}")

@@ -9,9 +9,30 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from coordinator.forking import ForkServer
 
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
+
+
+class Process(Protocol):
+    """A child of this process, however it was started. Signals raise ProcessLookupError where it has ended."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None until it has been reaped."""
+        ...
+
+    async def wait(self) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -19,7 +40,7 @@ class Child:
     """One started process. Its life pipe's write end is held here until the process has been reaped."""
 
     name: str
-    process: asyncio.subprocess.Process
+    process: Process
     life_fd: int
     log_path: Path
 
@@ -55,22 +76,29 @@ class Child:
         return f"{self.name} ended with exit status {self.process.returncode}; the end of {self.log_path}:\n{tail}"
 
 
-async def start_child(name: str, module: str, arguments: Sequence[str], log_path: Path) -> Child:
-    """Run `python -m module ARGUMENTS --life-fd N`; it ends with this process at the latest.
+async def start_child(
+    name: str, module: str, arguments: Sequence[str], log_path: Path, forks: ForkServer | None = None
+) -> Child:
+    """Run `python -m module ARGUMENTS --life-fd N`; it ends with this process at the latest. With `forks` it is forked
+    from there, where that is possible.
 
     Its standard output and error are appended to `log_path`.
     """
     read_fd, write_fd = os.pipe()
     try:
         with log_path.open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "coordinator.child", module, *arguments, "--life-fd", str(read_fd)),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(read_fd,),
-                start_new_session=True,
-            )
+            process: Process | None = None
+            if forks is not None:
+                process = await forks.start(module, arguments, log.fileno(), read_fd)
+            if process is None:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "coordinator.child", module, *arguments, "--life-fd", str(read_fd)),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(read_fd,),
+                    start_new_session=True,
+                )
     except BaseException:
         os.close(write_fd)
         raise

@@ -49,7 +49,7 @@ async def _launch(
     console: Console, config: Path, ready_file: Path | None, port: int | None, run_dir: Path | None, timeout_s: float
 ) -> int:
     with run_folder(run_dir) as folder, Interrupts() as interrupts:
-        launcher = LocalLauncher(config, port=port, run_dir=folder)
+        launcher = LocalLauncher(config, port=port, run_dir=folder, forks_workers=True)
         console.print(f"starting {config}; logs are in {folder}")
         if not await start(launcher, interrupts, timeout_s, folder):
             return 0

@@ -1,0 +1,138 @@
+"""A launcher's side of its fork server: worker processes without the time that loading takes.
+
+Whatever is in the way of that, a process is started in the plain way (`coordinator.processes`): a fork server saves
+time, and nothing depends on it.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from coordinator.forkserver import MOST_BYTES
+
+_LOG = logging.getLogger(__name__)
+_PR_SET_CHILD_SUBREAPER = 36
+_ANSWER_S = 120.0
+"""The first answer takes as long as loading does."""
+
+
+class ForkedProcess:
+    """A child that this process has not started itself. It is reaped as it ends; needs a running event loop."""
+
+    def __init__(self, pid: int) -> None:
+        """Raises OSError where `pid` is no process."""
+        self.pid = pid
+        self.returncode: int | None = None
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._ended: asyncio.Future[int] = loop.create_future()
+        self._fd = os.pidfd_open(pid)
+        loop.add_reader(self._fd, self._reap)
+
+    async def wait(self) -> int:
+        """Its exit status, negative for a signal."""
+        return await asyncio.shield(self._ended)
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        """Nothing where it has been reaped: another process may have its id."""
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._fd)
+        os.close(self._fd)
+        try:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # somebody else's child after all: it has ended, nobody here knows how
+            self.returncode = -signal.SIGKILL
+        self._ended.set_result(self.returncode)
+
+
+class ForkServer:
+    """One process for a launcher's life. Invariant: one order at a time; after a failure there are no more."""
+
+    def __init__(self, modules: Sequence[str], log_path: Path) -> None:
+        """`modules`: what `python -m` will be asked to run."""
+        self._modules = modules
+        self._log_path = log_path
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: socket.socket | None = None
+        self._lock = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Begin to load; that does not wait for it. On Linux only: elsewhere, and where it cannot be started, all goes
+        the plain way."""
+        if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs, self._log_path.open("ab") as log:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "coordinator.forkserver", str(theirs.fileno()), *self._modules),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    env={"OPENBLAS_NUM_THREADS": "1", **os.environ},  # numpy's products would start threads with it
+                )
+            except OSError as error:
+                ours.close()
+                _LOG.warning("no fork server: %s", error)
+                return
+        self._socket = ours
+
+    async def start(self, module: str, arguments: Sequence[str], log_fd: int, life_fd: int) -> ForkedProcess | None:
+        """Run `python -m module ARGUMENTS --life-fd N`, as it were; None if that has to go the plain way."""
+        order = json.dumps({"module": module, "arguments": list(arguments)}).encode()
+        async with self._lock:
+            if self._socket is None:
+                return None
+            answer, why = b"", "it has ended"
+            try:
+                socket.send_fds(self._socket, [order], [log_fd, life_fd])
+                receive = asyncio.get_running_loop().sock_recv(self._socket, MOST_BYTES)
+                answer = await asyncio.wait_for(receive, _ANSWER_S)
+            except (OSError, TimeoutError) as error:
+                why = f"it does not answer: {error!r}"
+            if not answer:
+                _LOG.warning("the fork server is of no use any more, %s; see %s", why, self._log_path)
+                self._disconnect()
+                return None
+        told = json.loads(answer)
+        if "refused" in told:
+            _LOG.info("not forked: %s", told["refused"])
+            return None
+        with contextlib.suppress(OSError):
+            return ForkedProcess(told["pid"])
+        return None
+
+    async def close(self) -> None:
+        """End it; what it has forked goes on. An order in progress then ends in None. May be repeated."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+        async with self._lock:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

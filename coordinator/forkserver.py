@@ -1,0 +1,157 @@
+"""`python -m coordinator.forkserver FD MODULE...`: a process that has loaded what workers need, and forks to start one.
+
+Loading it takes seconds of a processor, a fork milliseconds: a worker that was lost is back sooner, and workers of one
+machine share the memory of what they have loaded. Orders come over the socket FD from the launcher
+(`coordinator.forking`), one packet each, with the descriptors of a log and of a life pipe.
+
+What is forked is the launcher's own child, not this process's: the launcher is the nearest subreaper, a process in
+between ends at once, and the kernel hands its child over. So this process's end is nobody's loss.
+
+It starts no thread, and forks only while it has none: nothing is in the middle of anything then. Devices, gRPC and NIXL
+are for the workers to start.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import runpy
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+
+from coordinator.child import die_with_parent
+
+MOST_BYTES = 1 << 16
+_HANDED_OVER_S = 10.0
+_PAUSE_S = 0.0005
+_ARG_START = 45
+"""Where /proc/self/stat says, behind the name, at which addresses arguments and environment begin and end."""
+Stamps = dict[str, tuple[int, int]]
+
+
+def main() -> None:
+    die_with_parent()
+    launcher, server = os.getppid(), socket.socket(fileno=int(sys.argv[1]))
+    for module in sys.argv[2:]:
+        import_module(f"{module}.__main__")
+        del sys.modules[f"{module}.__main__"]  # it is run, not imported
+    loaded = _stamps()
+    gc.collect()
+    gc.freeze()  # what is shared should stay so
+    while True:
+        packet, fds, _, _ = socket.recv_fds(server, MOST_BYTES, 2)
+        if not packet:
+            return
+        answer = _carry_out(json.loads(packet), fds, launcher, loaded)
+        for fd in fds:
+            os.close(fd)
+        server.send(json.dumps(answer).encode())
+
+
+def _carry_out(order: dict[str, Any], fds: Sequence[int], launcher: int, loaded: Stamps) -> dict[str, Any]:
+    """The new process's id, or why there is none."""
+    if len(os.listdir("/proc/self/task")) > 1:
+        return {"refused": "what was loaded has started threads"}
+    if _stamps() != loaded:
+        return {"refused": "the code on disk is no longer what was loaded"}
+    read_fd, write_fd = os.pipe()
+    between = os.fork()
+    if between == 0:
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _become(order["module"], order["arguments"], fds, launcher)
+            os.write(write_fd, str(pid).encode())
+        finally:
+            os._exit(0)
+    os.close(write_fd)
+    with open(read_fd, "rb") as pipe:
+        told = pipe.read()
+    os.waitpid(between, 0)
+    return {"pid": int(told)} if told else {"refused": "the machine forks no more"}
+
+
+def _become(module: str, arguments: Sequence[str], fds: Sequence[int], launcher: int) -> NoReturn:
+    """Run the module as a process of the launcher's, with a session and a log of its own."""
+    status = 1
+    try:
+        log_fd, life_fd = fds
+        _close_all_but(fds)
+        os.setsid()
+        null_fd = os.open(os.devnull, os.O_RDONLY)
+        for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
+            os.dup2(source, target)
+        os.close(null_fd)
+        os.close(log_fd)
+        _wait_handed_over(launcher)
+        die_with_parent()
+        if os.getppid() != launcher:
+            raise ProcessLookupError(f"launcher {launcher} is gone")
+        sys.argv = [module, *arguments, "--life-fd", str(life_fd)]
+        _show_arguments([sys.executable, "-m", *sys.argv])
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _close_all_but(fds: Sequence[int]) -> None:
+    """Of the descriptors behind the standard ones: the fork server's own."""
+    first = 3
+    for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
+        os.closerange(first, fd)
+        first = fd + 1
+
+
+def _wait_handed_over(launcher: int) -> None:
+    """Until the process in between has ended: before, its end would count as the parent's."""
+    end_s = time.monotonic() + _HANDED_OVER_S
+    while os.getppid() != launcher and time.monotonic() < end_s:
+        time.sleep(_PAUSE_S)
+
+
+def _show_arguments(words: Sequence[str]) -> None:
+    """Let `ps` show these words in place of the fork server's, by writing over them, and over the environment behind
+    them, of which the C library gets a copy first."""
+    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    arg_start, arg_end, env_start, env_end = map(int, fields[_ARG_START : _ARG_START + 4])
+    if not 0 < arg_start < arg_end == env_start <= env_end:
+        return
+    for key, value in os.environ.items():
+        os.putenv(key, value)
+    shown = os.fsencode(" ".join(words))[: env_end - arg_start - 1]
+    shown = shown.ljust(arg_end - arg_start)  # no zero where arguments ended tells the kernel that they go on
+    ctypes.memset(arg_start, 0, env_end - arg_start)
+    ctypes.memmove(arg_start, shown, len(shown))
+
+
+def _stamps() -> Stamps:
+    """Time and size of every file that code was loaded from."""
+    found: Stamps = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and os.path.isabs(path):
+            try:
+                file = os.stat(path)
+            except OSError:
+                continue
+            found[path] = (file.st_mtime_ns, file.st_size)
+    return found
+
+
+if __name__ == "__main__":
+    main()
