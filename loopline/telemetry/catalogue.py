@@ -112,7 +112,8 @@ HANDOFFS = Definition("loopline_handoffs", Kind.GAUGE, "Handoffs, by the state t
 HANDOFF_STATES = Definition(
     "loopline_handoff_states_total",
     Kind.COUNTER,
-    "Times that a handoff entered a state. Done: drained on a prefill worker, active or local on a decode worker.",
+    "Times that a handoff entered a state. Done: drained on a prefill worker, active or local on a decode worker, local"
+    " on a unified one.",
     ("state",),
 )
 GIVEN_UP = Definition(

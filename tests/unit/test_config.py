@@ -10,6 +10,7 @@ import pytest
 from loopline.config import ClusterConfig, load_config
 from loopline.config_sections import ModelConfig
 from loopline.errors import ConfigError
+from loopline.identity import Role
 
 
 def _write(folder: Path, text: str) -> Path:
@@ -63,6 +64,30 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("", (1, 1, 0)),
+        ("decode: {replicas: 2}", (1, 2, 0)),
+        ("unified: {replicas: 2}", (0, 0, 2)),
+        ("unified: {replicas: 2}\nprefill: {}", (1, 1, 2)),
+        ("unified: {replicas: 1}\nprefill: {replicas: 2}\ndecode: {replicas: 3}", (2, 3, 1)),
+        ("unified: {replicas: 1}\nprefill: {replicas: 0}\ndecode: {replicas: 0}", (0, 0, 1)),
+    ],
+)
+def test_who_is_in_a_cluster(tmp_path: Path, text: str, counts: tuple[int, int, int]) -> None:
+    config = load_config(_write(tmp_path, f"model: {{path: m}}\n{text}"))
+    assert tuple(config.group(role).replicas for role in Role) == counts
+
+
+def test_a_unified_worker_has_a_slice_of_its_own_and_no_transport(tmp_path: Path) -> None:
+    text = "model: {path: /m}\nunified: {replicas: 1, num_blocks: 5, prefill_share_tokens: 48, growth_share: 0.5}"
+    settings = load_config(_write(tmp_path, text)).worker_settings("unified", "u0", "127.0.0.1:5")
+    scheduler = settings.engine.scheduler
+    assert (settings.role, settings.transfer.backend, settings.engine.num_blocks) == ("unified", "local", 5)
+    assert (scheduler.prefill_tokens_per_loop, scheduler.growth_share, scheduler.max_running) == (48, 0.5, 32)
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("name: x", "model is missing; needed: a mapping with the keys path, dtype"),
@@ -72,6 +97,30 @@ def test_worker_settings_are_the_roles_own_slice(tmp_path: Path) -> None:
         (
             "model: {path: m, depth: 3}",
             "model.depth: no such key; allowed: path, dtype, max_loops, load_format, prefill, initial_state",
+        ),
+        (
+            "model: {path: m}\nprefill: {replicas: 0}",
+            "prefill.replicas is 0; allowed: at least 1 where there are decode workers",
+        ),
+        (
+            "model: {path: m}\nunified: {replicas: 2}\ndecode: {replicas: 0}",
+            "decode.replicas is 0; allowed: at least 1 where there are prefill workers",
+        ),
+        (
+            "model: {path: m}\nprefill: {replicas: 0}\ndecode: {replicas: 0}",
+            "unified.replicas is 0; allowed: at least 1 where there are no prefill and decode workers",
+        ),
+        (
+            "model: {path: m}\nunified: {replicas: 0}",
+            "unified.replicas is 0; allowed: at least 1 where there are no prefill and decode workers",
+        ),
+        (
+            "model: {path: m}\nunified: {replicas: 1, chunk_tokens: 20}",
+            "unified.chunk_tokens is 20; allowed: a multiple of kv.block_size (16)",
+        ),
+        (
+            "model: {path: m}\nunified: {replicas: 1}\nfaults: [{worker: unified-0, do: drop_notice}]",
+            "faults.0.do is 'drop_notice'; allowed: drop_message,",
         ),
         ("model: {path: m}\nprefil: {}", "prefil: no such key; allowed: name, model, kv,"),
         ("model: {path: m}\nkv: {block_size: 0}", "kv.block_size is 0; allowed: a whole number, at least 1"),

@@ -195,7 +195,7 @@ def test_the_total_stays_and_no_role_is_left_without_workers(
         assert counts.of(move.to) == move.before.of(move.to) + 1
 
 
-@given(st.lists(st.tuples(st.sampled_from(list(Role)), st.integers(1, int(COOL_DOWN * PATIENCE_S))), max_size=12))
+@given(st.lists(st.tuples(st.sampled_from(list(BOUND)), st.integers(1, int(COOL_DOWN * PATIENCE_S))), max_size=12))
 def test_a_phase_that_is_no_longer_than_the_cool_down_has_at_most_one_move(phases: list[tuple[Role, int]]) -> None:
     numbers = [number for number, _ in walk(phases, WorkerCounts(4, 4))]
     assert len(numbers) == len(set(numbers))

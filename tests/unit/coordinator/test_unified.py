@@ -15,7 +15,16 @@ from loopline.launcher_messages import KeptWorker, WorkerCounts
 from loopline.messages import LocalPrefillStarted, PrefixReport, Reserve, Reserved, StartLocalPrefill, StartPrefill
 from loopline.request import FinishReason
 from tests.unit.coordinator import test_rebalance as rebalance
-from tests.unit.coordinator.builders import OTHER_FINGERPRINT, assigned, heartbeat, register, request, reserved, row, step
+from tests.unit.coordinator.builders import (
+    OTHER_FINGERPRINT,
+    assigned,
+    heartbeat,
+    register,
+    request,
+    reserved,
+    row,
+    step,
+)
 from tests.unit.coordinator.cluster import ScriptedCluster, text_of, until
 from tests.unit.coordinator.test_router import D0, P0, cluster, decode_name
 from tests.unit.coordinator.test_service import Answer, message, run
