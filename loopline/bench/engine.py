@@ -6,15 +6,12 @@ itself measured. `loopline bench engine` shows what `measure` gives.
 """
 
 import gc
-import json
 import platform
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +21,12 @@ from loopline.bench.device_time import Arm, Rates, Timer, error_text, interleave
 from loopline.bench.engine_arms import CPU_ARMS, CUDA_ARMS, DECODE_ARMS, DecodePoint
 from loopline.bench.engine_idle import IdleSizes, measure_idle
 from loopline.bench.engine_prefill import PrefillPoint
-from loopline.bench.shapes import SHAPES, config_json, prompt_flops, weight_bytes
+from loopline.bench.named_model import folder_of, spec_of
+from loopline.bench.shapes import SHAPES, prompt_flops, weight_bytes
 from loopline.engine.engine import require_device
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.model import LoopedModel, load_model, random_model, resolve_dtype
-from loopline.model_spec import ModelSpec, load_model_spec
+from loopline.model_spec import ModelSpec
 from loopline.settings import EngineSettings
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -81,7 +79,7 @@ def measure(bench: EngineBench, command: str, say: Callable[[str], None] = lambd
     Raises OperatorError kinds for what cannot be measured at all: device, model, points and arms.
     """
     require_device(bench.device)
-    spec, device = _spec(bench), torch.device(bench.device)
+    spec, device = spec_of(bench.model), torch.device(bench.device)
     arms = _checked_arms(bench, device, spec)
     kind = resolve_dtype(bench.dtype, spec)
     dtype, timer = _DTYPE_NAMES[kind], Timer(device)
@@ -242,7 +240,7 @@ def _try_out(arm: Arm) -> None:
 
 def _idle(bench: EngineBench, sizes: IdleSizes, spec: ModelSpec, dtype: str) -> dict[str, Any]:
     try:
-        with _folder(bench, spec) as folder:
+        with folder_of(bench.model) as folder:
             settings = EngineSettings(
                 model_path=str(folder),
                 device=bench.device,
@@ -260,14 +258,6 @@ def _idle(bench: EngineBench, sizes: IdleSizes, spec: ModelSpec, dtype: str) -> 
 
 def _is_random(bench: EngineBench) -> bool:
     return bench.random_weights or bench.model in SHAPES
-
-
-def _spec(bench: EngineBench) -> ModelSpec:
-    if bench.model in SHAPES:
-        return SHAPES[bench.model]
-    if not Path(bench.model).is_dir():
-        raise ConfigError(f"model is {bench.model!r}; allowed: a checkpoint folder, {', '.join(SHAPES)}")
-    return load_model_spec(bench.model)
 
 
 def _checked_arms(bench: EngineBench, device: torch.device, spec: ModelSpec) -> tuple[str, ...]:
@@ -289,17 +279,6 @@ def _model(bench: EngineBench, spec: ModelSpec) -> LoopedModel:
     if _is_random(bench):
         return random_model(spec, bench.device, bench.dtype)
     return load_model(bench.model, bench.device, bench.dtype)
-
-
-@contextmanager
-def _folder(bench: EngineBench, spec: ModelSpec) -> Iterator[Path]:
-    """The checkpoint folder; of a named shape one with its config.json, for as long as it is needed."""
-    if bench.model not in SHAPES:
-        yield Path(bench.model)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config_json(spec)), encoding="utf-8")
-        yield Path(folder)
 
 
 def _version(package: str) -> str | None:

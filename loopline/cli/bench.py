@@ -11,6 +11,7 @@ from rich.table import Table
 from loopline.bench.host import QUICK, Sizes, measure
 from loopline.bench.plot import plot
 from loopline.cli.bench_engine import engine
+from loopline.cli.bench_load import burst, session
 from loopline.cli.bench_overload import overload
 from loopline.cli.bench_report import check_targets, hand_over, say
 from loopline.cli.bench_router import router
@@ -21,6 +22,8 @@ app.command("engine")(engine)
 app.command("router")(router)
 app.command("transfer")(transfer)
 app.command("overload")(overload)
+app.command("burst")(burst)
+app.command("session")(session)
 
 
 @app.command("host")

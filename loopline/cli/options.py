@@ -47,20 +47,20 @@ Priority = Annotated[int, typer.Option("--priority", help="-10 to 10: of what wa
 
 def with_request_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of `request_options` in place of its parameter `options`."""
-    return _with_options_of(request_options, command, "options")
+    return with_options_of(request_options, command, "options")
 
 
 def with_credential_files(command: Callable[..., None]) -> Callable[..., None]:
     """As `with_credentials`, for a command that has a `--config` of its own."""
-    return _with_options_of(credential_files, command, "credentials")
+    return with_options_of(credential_files, command, "credentials")
 
 
 def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of `shown_credentials` in place of its parameter `credentials`."""
-    return _with_options_of(shown_credentials, command, "credentials")
+    return with_options_of(shown_credentials, command, "credentials")
 
 
-def _with_options_of(make: Callable[..., Any], command: Callable[..., None], name: str) -> Callable[..., None]:
+def with_options_of(make: Callable[..., Any], command: Callable[..., None], name: str) -> Callable[..., None]:
     """The command with the options of `make`, whose result becomes its parameter of that name."""
     own, shared = inspect.signature(command), inspect.signature(make)
     kept = [parameter for parameter in own.parameters.values() if parameter.name != name]

@@ -7,6 +7,7 @@ nothing else.
 import logging
 import os
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -118,6 +119,25 @@ class Engine:
                 ("deterministic", str(self.settings.deterministic)),
             )
         )
+
+    def start_over(
+        self, policy: RolePolicy, ledger: Ledger, make_scheduler: Callable[..., Scheduler] = Scheduler
+    ) -> None:
+        """New books and a new scheduler over the same device and arena; nothing is cached any more. For benches, whose
+        arms share a device. `ledger` may have fewer blocks than the arena; `make_scheduler` is called as Scheduler is.
+
+        Raises InvariantBroken while anything runs or waits, and for blocks that the arena does not have.
+        """
+        if self._in_flight or self.scheduler.num_running or self.scheduler.num_waiting:
+            raise InvariantBroken("an engine starts over while it has requests")
+        if ledger.total_blocks > self.arena.num_blocks or ledger.block_size != self.settings.block_size:
+            raise InvariantBroken(
+                f"books of {ledger.total_blocks} blocks of {ledger.block_size} tokens for an arena of "
+                f"{self.arena.num_blocks} of {self.settings.block_size}"
+            )
+        self.ledger = ledger
+        self.scheduler = make_scheduler(ledger, self.settings.scheduler, policy, self._prefix_parts())
+        self._runner.use_ledger(ledger)
 
     def step(self) -> StepOutcome | None:
         """Submit what can be submitted, then wait for the oldest step and commit it; None if there was nothing."""

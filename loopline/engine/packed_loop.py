@@ -34,6 +34,10 @@ class PackedLoop(Protocol):
         """What comes of every row, in the order of the runs, padding behind them; written over by the next call."""
         ...
 
+    def use_ledger(self, ledger: Ledger) -> None:
+        """Read these books from now on."""
+        ...
+
 
 class EagerPacked:
     """Runs every step as it comes."""
@@ -48,6 +52,10 @@ class EagerPacked:
         arena = self._forward.arena
         null_slot = arena.null_block * arena.layout.block_size
         return self._forward.run(packed_rows(self.columns(runs), null_slot, self._to_device), depth)
+
+    def use_ledger(self, ledger: Ledger) -> None:
+        """See `PackedLoop`."""
+        self._ledger = ledger
 
     def columns(self, runs: Sequence[RowRun]) -> PackedColumns:
         """The rows of runs, on the host."""
@@ -101,6 +109,10 @@ class GraphPacked:
         graph, passed = self._graphs[bucket]
         graph.replay()
         return passed
+
+    def use_ledger(self, ledger: Ledger) -> None:
+        """See `PackedLoop`."""
+        self._eager.use_ledger(ledger)
 
     def capture(self, bucket: int) -> None:
         """Record the step of `bucket` rows. All its rows are padding: only the null block is written."""

@@ -78,6 +78,11 @@ class Runner:
             else []
         )
 
+    def use_ledger(self, ledger: Ledger) -> None:
+        """Read these books from now on; nothing is in flight."""
+        self._ledger = ledger
+        self._packed.use_ledger(ledger)
+
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Submitted:
         """Queue a plan's work. On a CPU it is done on return."""
