@@ -21,12 +21,13 @@ from loopline.bench.load_report import Collected, Watcher, turns_first_last
 from loopline.bench.sessions import Conversation, Trace
 from loopline.bench.turn_figures import Limits, TurnDone
 from loopline.client import AsyncClient
-from loopline.client.records import Chunk, Finished, ModelInfo
+from loopline.client.records import Chunk, Finished
 from loopline.config import load_config, resolve_paths
 from loopline.errors import ConfigError, LooplineError, OperatorError
 from loopline.security import NO_CREDENTIALS, Credentials
 
-_SERVING_S = 180.0
+_SERVING_S = 180.0  # of a cluster that is launched
+_ANSWER_S = 20.0  # of one that runs
 _IDLE_S = 120.0
 _IDLE_POLL_S = 0.1
 _WARM_TOKENS = 4
@@ -94,17 +95,13 @@ async def run_sessions(
     """All sessions at once, each its turns one after the other; in the order of their ends. A session ends with a turn
     that fails. Raises ConfigError where the model's context is too short."""
     model = await client.model()
-    if trace.longest > _context(model):
-        raise ConfigError(f"the longest conversation has {trace.longest} tokens; the context is {_context(model)}")
+    if trace.longest > model.context_tokens:
+        raise ConfigError(f"the longest conversation has {trace.longest} tokens; the context is {model.context_tokens}")
     runner = _Runner(client, load, model.vocab_size, turn_done)
     await asyncio.gather(
         *(runner.run(Conversation(trace, one, model.vocab_size, salt), salt) for one in trace.sessions)
     )
     return runner.done
-
-
-def _context(model: ModelInfo) -> int:
-    return model.context_tokens
 
 
 class _Runner:
@@ -180,7 +177,7 @@ async def _served(arm: ClusterArm, credentials: Credentials) -> AsyncIterator[As
         if address is None:
             raise ConfigError(f"arm {arm.name} has neither an address nor a configuration")
         client = await stack.enter_async_context(AsyncClient(address, credentials=credentials))
-        await client.wait_serving(_SERVING_S)
+        await client.wait_serving(_ANSWER_S)
         await client.complete([1] * _WARM_TOKENS, max_tokens=_WARM_TOKENS, ignore_eos=True)
         await _until_idle(client, arm.name)
         yield client
