@@ -134,6 +134,7 @@ class ClusterConfig(Section):
                 steps_ahead=_steps_ahead(group),
                 growth_share=1.0 if share is None else share.growth_share,
                 prefill_tokens_per_loop=None if share is None else share.prefill_share_tokens,
+                max_time_per_token_s=self.decode.max_time_per_token_s if role == "decode" else None,
             ),
         )
 
@@ -208,9 +209,8 @@ def _engine_timeout_s(membership: MembershipConfig, device: str) -> float:
 
 
 def _steps_ahead(group: WorkerGroup) -> int:
-    if group.steps_ahead is not None:
-        return group.steps_ahead
-    return 1 if group.device.startswith("cuda") else 0
+    usual = 1 if group.device.startswith("cuda") else 0
+    return usual if group.steps_ahead is None else group.steps_ahead
 
 
 def _cross_faults(config: ClusterConfig) -> Iterator[tuple[str, object, str]]:

@@ -133,6 +133,9 @@ class DecodeConfig(WorkerGroup):
     prefill_share_tokens: Count = 64
     """Most prompt tokens that each loop of a step carries beside tokens that are being generated: of prompts that a
     decode worker computes itself, and of preempted answers."""
+    max_time_per_token_s: Seconds | None = None
+    """How long an answer may wait for its next token because of such prompts: each step carries as many of their tokens
+    as measured costs allow, up to prefill_share_tokens; null: always up to prefill_share_tokens."""
 
 
 class UnifiedConfig(DecodeConfig):

@@ -25,10 +25,10 @@ class SchedulerSettings:
     max_passes: int = 8
     """How many younger requests may be let in before a first in line that does not fit."""
     prefill_tokens_per_loop: int | None = None
-    """Prompt tokens that each loop may carry in a step that also decodes; None: bounded by the budget alone, or by
-    `decode_step_bound_s`."""
-    decode_step_bound_s: float | None = None
-    """Seconds that a step with decode rows may take; the share of prompt tokens is derived from measured step cost."""
+    """Most prompt tokens that each loop may carry in a step that also decodes; None: as many as its budget allows."""
+    max_time_per_token_s: float | None = None
+    """Seconds that a step which also decodes may take: it carries as many prompt tokens as measured costs allow, and at
+    least one pass of the fewest rows. None: as long as it likes."""
     steps_ahead: int = 0
     """Steps that may be planned and submitted before the oldest is committed."""
 

@@ -15,7 +15,7 @@ import torch
 
 from loopline import PROTOCOL_VERSION
 from loopline.cache import cache_folder
-from loopline.clock import MonotonicClock
+from loopline.clock import Clock, MonotonicClock
 from loopline.engine.assembly import build_parts, build_runner, memory_budget, require_plain_allocations
 from loopline.engine.capacity import blocks_for_arena, free_bytes
 from loopline.engine.forward import StateSource
@@ -48,10 +48,17 @@ class Engine:
     Up to `steps_ahead` plans are on the device beside the one that is waited for. Plans are committed in order.
     """
 
-    def __init__(self, settings: EngineSettings, policy: RolePolicy, states: StateSource | None = None) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        policy: RolePolicy,
+        states: StateSource | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         """Load the checkpoint and allocate the arena. Raises OperatorError kinds that say what to change.
 
         `states`: where Huginn's initial states come from, if they are given and not drawn; no prefix is shared then.
+        `clock`: what steps are timed by; by default the system's.
         """
         require_device(settings.device)
         _check(settings)
@@ -62,7 +69,7 @@ class Engine:
             with suppress(OSError):  # no folder of ours: Triton's own
                 os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
         self.settings = settings
-        self._clock = MonotonicClock()
+        self._clock = clock or MonotonicClock()
         self.counts = StepCounts()
         self._use_device()
         free_at_start = free_bytes(settings.device)
@@ -72,12 +79,14 @@ class Engine:
         num_blocks = blocks_for_arena(settings, self.layout, self.model.spec.context_tokens, budget)
         self.arena: Arena = allocate_arena(self.layout, num_blocks, settings.device)
         self.ledger = Ledger(num_blocks, settings.block_size)
-        self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, self._prefix_group(states))
         parts = build_parts(settings, self.model, self.arena, self.ledger, states)
         self._runner = build_runner(settings, parts, self.ledger)
+        shared, rows = self._prefix_group(states), self._runner.prompt_rows
+        self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, shared, rows)
         # Oldest first: a plan, its work or what kept it from being submitted, and when that was in seconds.
         self._in_flight: deque[tuple[StepPlan, Submitted | Exception, float]] = deque()
         self._last_end_s = self._clock.now_s()
+        self._goes_on = False  # whether there was more to do when the last step ended
         logger.info("engine ready: %s, %d blocks of %d bytes", settings.model_path, num_blocks, self.layout.block_bytes)
 
     @property
@@ -152,6 +161,7 @@ class Engine:
                 self._in_flight.append((plan, error, began_s))
                 break
         if not self._in_flight:
+            self._goes_on = False
             return None
         plan, submitted, began_s = self._in_flight.popleft()
         if isinstance(submitted, Exception):
@@ -172,16 +182,17 @@ class Engine:
     def _commit(self, plan: StepPlan, result: StepResult, began_s: float) -> StepOutcome:
         now_s = self._clock.now_s()
         # A step that was queued behind another one began when that one ended.
-        taken_s, self._last_end_s = now_s - max(began_s, self._last_end_s), now_s
-        prompt_loops = sum(run.num_tokens * run.params.loops for run in plan.runs)
-        self.scheduler.meter.observe(plan.num_decode_rows > 0, prompt_loops, taken_s)
+        taken_s = now_s - max(began_s, self._last_end_s)
+        # Whoever decodes waits from the end of a step to that of the next, whatever the host does in between.
+        self.scheduler.share.observe(plan, now_s - self._last_end_s if self._goes_on else taken_s)
         outcome = self.scheduler.commit(plan, result)
+        self._last_end_s, self._goes_on = now_s, self.scheduler.has_work
         self.counts.computed(plan, taken_s)
         return outcome
 
     def _abandon(self, plan: StepPlan, error: Exception) -> StepOutcome:
         self._runner.wait()  # what was queued of it may still write blocks that are about to be free
-        self._last_end_s = self._clock.now_s()
+        self._last_end_s, self._goes_on = self._clock.now_s(), False
         self.counts.failed()
         logger.error("step %d failed; giving up its %d requests", plan.step, len(plan.request_ids), exc_info=error)
         return self.scheduler.abandon(plan, f"step {plan.step} failed: {error!r}")

@@ -30,6 +30,11 @@ _NUM_COLUMNS = 5
 class PackedLoop(Protocol):
     """Runs packed prompt steps."""
 
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Numbers of rows that steps are padded to, ascending; beyond the last every tile of rows."""
+        ...
+
     def run(self, runs: Sequence[RowRun], depth: int) -> Passed:
         """What comes of every row, in the order of the runs, padding behind them; written over by the next call."""
         ...
@@ -41,6 +46,8 @@ class PackedLoop(Protocol):
 
 class EagerPacked:
     """Runs every step as it comes."""
+
+    buckets: tuple[int, ...] = ()
 
     def __init__(self, forward: Forward, ledger: Ledger, to_device: ToDevice) -> None:
         self._forward = forward

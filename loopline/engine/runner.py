@@ -30,6 +30,7 @@ from loopline.engine.packed_loop import PackedLoop
 from loopline.engine.sampler import Choice, Sampler, sample_rows
 from loopline.kv.ledger import Ledger
 from loopline.sched.plan import RowRun, StepPlan, StepResult
+from loopline.sched.share import RowSteps
 
 MOST_STEPS_AHEAD = 2
 _NUM_RESULTS = MOST_STEPS_AHEAD + 2
@@ -114,6 +115,11 @@ class Runner:
         if submitted.done is not None:
             submitted.done.synchronize()
         return submitted.choice.result(submitted.plan.step, submitted.token_ids.tolist())
+
+    @property
+    def prompt_rows(self) -> RowSteps:
+        """What passes over prompts are padded to, at the usual depth."""
+        return RowSteps(self._packed.buckets if self._packs_prompts else ())
 
     def wait(self) -> None:
         """Wait for everything that is queued."""

@@ -4,14 +4,15 @@ Private to `loopline.sched`. The sibling of `decode_group`: an entry is here fro
 its known ones is there, or until it leaves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from loopline.errors import InvariantBroken
 from loopline.kv.ledger import Ledger
-from loopline.sched.budget import StepBudget, StepMeter, chunk_end, share_within
+from loopline.sched.budget import PromptLimit, StepBudget, chunk_end
 from loopline.sched.entry import Entry
 from loopline.sched.plan import RowRun, Sampling
 from loopline.sched.policy import HoldsBack, RolePolicy
+from loopline.sched.share import PromptShare
 from loopline.settings import SchedulerSettings
 
 
@@ -19,10 +20,10 @@ class PrefillGroup:
     """Invariant: num_computed <= num_planned <= known tokens, of every entry. One that is planned to its end waits for
     the commit of its last chunk: the token which that gives is known on the host before it is computed."""
 
-    def __init__(self, ledger: Ledger, settings: SchedulerSettings, meter: StepMeter, policy: RolePolicy) -> None:
+    def __init__(self, ledger: Ledger, settings: SchedulerSettings, share: PromptShare, policy: RolePolicy) -> None:
         self._ledger = ledger
         self._settings = settings
-        self._meter = meter
+        self._share = share
         self._holds_back = policy if isinstance(policy, HoldsBack) else None
         self._entries: dict[str, Entry] = {}  # in order of admission
 
@@ -34,19 +35,17 @@ class PrefillGroup:
         """An entry has nothing to compute here any more."""
         self._entries.pop(entry.request.request_id, None)
 
-    def next_runs(self, decode_loops: int) -> list[RowRun]:
-        """Chunks for the next step, which spends `decode_loops` token-loops on decode rows."""
+    def next_runs(self, decode: Mapping[int, int]) -> list[RowRun]:
+        """Chunks for the next step, whose numbers of decode rows stand in `decode` by depth."""
         entries = [entry for entry in self._entries.values() if entry.num_planned < len(entry.token_ids)]
         if self._holds_back is not None:
             entries = [entry for entry in entries if self._holds_back.may_compute(entry.request.request_id)]
         if not entries:
             return []
-        share = self._share(entries) if decode_loops else None
-        budget = StepBudget(self._settings.max_token_loops, share)
-        budget.charge_decode(decode_loops)
+        budget = self._budget(decode, entries[0].depth)
         runs: list[RowRun] = []
         for entry in entries:
-            run = self._next_run(entry, budget, must_progress=not decode_loops and not runs)
+            run = self._next_run(entry, budget, must_progress=not decode and not runs)
             if run is not None:
                 runs.append(run)
         return runs
@@ -65,14 +64,16 @@ class PrefillGroup:
             self._ledger.mark_written(run.allocation, run.first_position, run.num_tokens, entry.depth)
         entry.num_computed += run.num_tokens
 
-    def _share(self, entries: Sequence[Entry]) -> int | None:
-        """Prompt tokens that each loop may carry beside decode rows; None: no bound was asked for."""
-        if self._settings.prefill_tokens_per_loop is not None:
-            return self._settings.prefill_tokens_per_loop
-        if self._settings.decode_step_bound_s is None:
-            return None
-        deepest = max(entry.depth for entry in entries)
-        return share_within(self._meter.cost, self._settings.decode_step_bound_s, deepest)
+    def _budget(self, decode: Mapping[int, int], first_depth: int) -> StepBudget:
+        """Of a step with these decode rows, whose first prompt has that depth. Without decode rows nobody waits for
+        the step, and its prompts need not share it."""
+        if not decode:
+            return StepBudget(self._settings.max_token_loops)
+        most = self._share.token_loops(decode, first_depth)
+        limit = None if most is None else PromptLimit(most, self._share.rows)
+        budget = StepBudget(self._settings.max_token_loops, self._settings.prefill_tokens_per_loop, limit)
+        budget.charge_decode(sum(rows * depth for depth, rows in decode.items()))
+        return budget
 
     def _next_run(self, entry: Entry, budget: StepBudget, must_progress: bool) -> RowRun | None:
         block_size, first, total = self._ledger.block_size, entry.num_planned, len(entry.token_ids)

@@ -23,7 +23,6 @@ from loopline.kv.ledger import Allocation, Ledger
 from loopline.messages import TokenRow
 from loopline.request import Request, TokenExtras
 from loopline.sched.admission import Admission
-from loopline.sched.budget import StepMeter
 from loopline.sched.decode_group import DecodeGroup
 from loopline.sched.entry import Entry, Phase
 from loopline.sched.plan import (
@@ -41,6 +40,7 @@ from loopline.sched.plan import (
 )
 from loopline.sched.policy import RolePolicy
 from loopline.sched.prefill_group import PrefillGroup
+from loopline.sched.share import TILES, PromptShare, RowSteps
 from loopline.settings import SchedulerSettings
 
 _NOT_FINITE_TEXT = "the model's logits are not finite"
@@ -56,8 +56,10 @@ class Scheduler:
         settings: SchedulerSettings,
         policy: RolePolicy,
         prefix_group: Fingerprint | None = None,
+        prompt_rows: RowSteps = TILES,
     ) -> None:
-        """`prefix_group`: of all workers that share prefixes, for the keys of the prefix cache; None: it is off."""
+        """`prefix_group`: of all workers that share prefixes, for the keys of the prefix cache; None: it is off.
+        `prompt_rows`: what passes over prompts are padded to."""
         self._ledger = ledger
         self._settings = settings
         self._policy = policy
@@ -65,8 +67,8 @@ class Scheduler:
         self._admission = Admission(ledger, settings, policy, group)
         self.prefix_counts = self._admission.prefix_counts
         self._running: dict[str, Entry] = {}  # in order of admission
-        self.meter = StepMeter()
-        self._prefilling = PrefillGroup(ledger, settings, self.meter, policy)
+        self.share = PromptShare(settings.max_time_per_token_s, prompt_rows)
+        self._prefilling = PrefillGroup(ledger, settings, self.share, policy)
         self._decoding: dict[int, DecodeGroup] = {}  # by depth
         self._num_held = 0
         self._reserved: dict[Allocation, Entry] = {}
@@ -188,7 +190,7 @@ class Scheduler:
         decode = self._rows_ahead(self._in_flight[-1]) if self._in_flight else self._rows_now()
         if decode is None:
             return None
-        runs = self._prefilling.next_runs(sum(len(rows) * depth for depth, rows in decode.items()))
+        runs = self._prefilling.next_runs({depth: len(rows) for depth, rows in decode.items()})
         if not decode and not runs:
             return None
         self._step += 1

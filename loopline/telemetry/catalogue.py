@@ -89,6 +89,16 @@ STEP_SECONDS = Definition(
     "loopline_step_seconds", Kind.HISTOGRAM, "What an engine step took, by what was in it.", ("rows",)
 )
 FAILED_STEPS = Definition("loopline_failed_steps_total", Kind.COUNTER, "Steps that could not be computed.")
+SLOW_STEPS = Definition(
+    "loopline_steps_past_bound_total",
+    Kind.COUNTER,
+    "Steps with tokens of answers and of prompts that took longer than decode.max_time_per_token_s.",
+)
+LEAST_SHARES = Definition(
+    "loopline_least_prefill_shares_total",
+    Kind.COUNTER,
+    "Steps that carried the smallest share of prompts although even that was expected to take longer.",
+)
 PREEMPTIONS = Definition(
     "loopline_preemptions_total", Kind.COUNTER, "Requests that gave their blocks back to be computed again."
 )
@@ -139,6 +149,8 @@ WORKER = (
     COMPUTED_TOKENS,
     STEP_SECONDS,
     FAILED_STEPS,
+    SLOW_STEPS,
+    LEAST_SHARES,
     PREEMPTIONS,
     PREFIX_QUERIES,
     PREFIX_HITS,

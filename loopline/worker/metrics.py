@@ -119,6 +119,8 @@ class WorkerMetrics:
         yield counts_by(catalogue.COMPUTED_TOKENS, TokenPhase, steps.tokens)
         yield histogram_of(catalogue.STEP_SECONDS, {(rows.value,): one for rows, one in steps.seconds.items()})
         yield value_of(catalogue.FAILED_STEPS, steps.failed_steps)
+        yield value_of(catalogue.SLOW_STEPS, self._scheduler.share.num_passed)
+        yield value_of(catalogue.LEAST_SHARES, self._scheduler.share.num_least)
         yield value_of(catalogue.PREEMPTIONS, self._scheduler.num_preempted)
         yield value_of(catalogue.PREFIX_QUERIES, self._scheduler.prefix_counts.queries)
         yield value_of(catalogue.PREFIX_HITS, self._scheduler.prefix_counts.hits)

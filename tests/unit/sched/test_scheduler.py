@@ -7,7 +7,6 @@ from loopline.identity import Cause
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request
-from loopline.sched.budget import StepCost, share_token_loops, share_within
 from loopline.sched.plan import NOT_FINITE, StepPlan, StepResult
 from loopline.sched.scheduler import Scheduler
 from loopline.settings import SchedulerSettings
@@ -219,15 +218,6 @@ def test_digests_are_computed_once_however_often_a_request_is_tried() -> None:
         plan = scheduler.plan()
         assert plan is not None
     assert before == entry.digests.num_hashed == 10
-
-
-def test_the_share_of_a_submission() -> None:
-    assert share_token_loops(64, 4) == 256
-    assert share_token_loops(64, 32) == 2048
-    cost = StepCost(decode_s=0.25, prompt_token_loop_s=2.0**-12)
-    assert share_within(cost, 0.5, 4) == 256
-    assert share_within(cost, 0.5, 32) == 32
-    assert share_within(cost, 0.2, 4) == 1
 
 
 def test_prompt_tokens_keep_to_their_share_while_others_decode() -> None:

@@ -20,6 +20,7 @@ from loopline.engine.engine import Engine
 from loopline.engine.step_counts import StepCounts
 from loopline.identity import BlockCounts, BudgetCounts, Role, WorkerLoad
 from loopline.sched.admission import PrefixCounts
+from loopline.sched.share import PromptShare, RowSteps
 from loopline.telemetry import catalogue
 from loopline.telemetry.metrics import Definition, Kind
 from loopline.worker.metrics import WorkerMetrics
@@ -53,7 +54,7 @@ def assert_same(families: Iterable[Metric], metrics: Sequence[Definition]) -> No
 def worker_metrics(role: Role) -> WorkerMetrics:
     budget = BudgetCounts(1, 2, 3, 0.5) if role is Role.PREFILL else None
     load = WorkerLoad(1, False, 0, 0, 0, 0, BlockCounts(4, 1, 2, 3, 10), (), (), budget)
-    scheduler = SimpleNamespace(num_preempted=2, prefix_counts=PrefixCounts())
+    scheduler = SimpleNamespace(num_preempted=2, prefix_counts=PrefixCounts(), share=PromptShare(None, RowSteps()))
     engine = SimpleNamespace(counts=StepCounts(), scheduler=scheduler)
     return WorkerMetrics(role, cast(Engine, engine), lambda: load, PushCounts)
 

@@ -14,6 +14,7 @@ from loopline.errors import AddressInUse
 from loopline.identity import BlockCounts, Cause, HandoffKey, Role, WorkerLoad
 from loopline.messages import LocalPrefillStarted, RequestFailed, Reserved, WorkerMessage
 from loopline.sched.admission import PrefixCounts
+from loopline.sched.share import PromptShare, RowSteps
 from loopline.telemetry.metrics import registry_of
 from loopline.worker.metrics import Scrapes, WorkerMetrics
 
@@ -22,7 +23,7 @@ KEY = HandoffKey("r1", 1)
 
 def make() -> WorkerMetrics:
     load = WorkerLoad(1, True, 3, 2, 40, 1, BlockCounts(4, 1, 2, 3, 10), (("failed", 2),), (("stale", 5),))
-    scheduler = SimpleNamespace(num_preempted=2, prefix_counts=PrefixCounts())
+    scheduler = SimpleNamespace(num_preempted=2, prefix_counts=PrefixCounts(), share=PromptShare(None, RowSteps()))
     engine = SimpleNamespace(counts=StepCounts(), scheduler=scheduler)
     return WorkerMetrics(Role.PREFILL, cast(Engine, engine), lambda: load, PushCounts)
 
