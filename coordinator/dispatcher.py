@@ -17,6 +17,7 @@ from coordinator.leases import LeaseTimer
 from coordinator.metrics import CoordinatorMetrics
 from coordinator.placing import Placer
 from coordinator.policies import LeastWork, Policy
+from coordinator.prefix_source import SourceRule
 from coordinator.queue import RequestQueue
 from coordinator.readiness import Readiness
 from coordinator.registry import LossReason, Refused, Registry
@@ -66,7 +67,7 @@ class Dispatcher:
         lease_s: float,
         reply_timeout_s: float,
         peer_share: float,
-        local_prefill_below_tokens: int = 0,
+        sources: SourceRule | None = None,
         queue_limit: int,
         unread_tokens: int,
         limits: Limits,
@@ -77,7 +78,7 @@ class Dispatcher:
         tracing: Tracing | None = None,
     ) -> None:
         """`limits.arena_tokens` holds until workers have joined. `policy`: by default the least work.
-        `local_prefill_below_tokens`: a prompt of which the decode worker lacks fewer is computed by that worker.
+        `sources`: how it is chosen where what a decode worker lacks of a prompt comes from; by default by estimate.
         `tracing`: where spans go; None: nowhere."""
         self.epoch = epoch
         self.lease_s = lease_s
@@ -93,9 +94,7 @@ class Dispatcher:
         self._reply_watch = ReplyWatch(self._tracker, self._registry, self._carry_out, reply_timeout_s)
         self._router = Router(policy or LeastWork())
         self._queue = RequestQueue(queue_limit)
-        self._placer = Placer(
-            clock, self._tracker, self._queue, self._router, self._carry_out, local_prefill_below_tokens
-        )
+        self._placer = Placer(clock, self._tracker, self._queue, self._router, self._carry_out, sources or SourceRule())
         self._workers: dict[WorkerId, WorkerStream] = {}
         self._clients = Clients(unread_tokens, self._on_deadline)
         self._leases = LeaseTimer(clock, lease_s, self._registry.next_expiry_s, self._lose_expired)

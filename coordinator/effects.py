@@ -94,3 +94,4 @@ class Assigned:
     awaits_prefill: bool  # reserved on a decode worker, and no prefill worker chosen yet
     decode: WorkerId | None = None  # on a prefill worker: whom it is prefilled for
     is_suspect: bool = False  # a worker was lost with it, and none has got on with it since
+    prompt_token_loops: int = 0  # of `token_loops`, what the prompt costs

@@ -9,7 +9,7 @@ from coordinator.effects import Assigned, Ending, Outcome
 from loopline.errors import IllegalTransition
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import HandoffStats
-from loopline.request import FinishReason, Request, Route, Timing, Usage
+from loopline.request import FinishReason, PrefixSource, Request, Route, Timing, Usage
 
 
 class State(StrEnum):
@@ -102,6 +102,7 @@ class Life:
     prefill: Peer | None = None
     takes_whole: bool = False  # the decode worker is a unified one
     is_local: bool = False  # the decode worker computes the prompt, or has
+    fetches: bool = False  # the prefill worker is to fetch from the decode worker first
     handoff_open: bool = False  # the decode worker has not shown that it has the whole handoff
     writer_left: bool = False  # the prefill worker has drained and gone while `handoff_open`
     prefill_running: bool = False  # the prefill worker computes, or is about to
@@ -174,7 +175,7 @@ class Life:
             if peer is not None and peer.name not in self.earlier_workers:
                 self.earlier_workers.append(peer.name)
         self.decode = self.prefill = None
-        self.takes_whole = self.is_local = False
+        self.takes_whole = self.is_local = self.fetches = False
         self.handoff_open = self.prefill_running = self.writer_left = False
         self.hinted_tokens = 0
         self.sound_at_s.clear()
@@ -191,16 +192,22 @@ class Life:
         rows = {}
         if self.decode is not None:
             waits = self.state in (State.RESERVING, State.RESERVED) and not self.takes_whole
-            left += self.num_uncached if self.state in LOCAL else 0
-            left += known if self.takes_whole and self.state is State.RESERVING else 0
+            prompt = self.num_uncached if self.state in LOCAL else 0
+            prompt += known if self.takes_whole and self.state is State.RESERVING else 0
             rows[self.decode.worker] = Assigned(
-                self.request.request_id, known, most, left * loops, waits, is_suspect=self.is_suspect
+                request_id=self.request.request_id,
+                num_known_tokens=known,
+                max_kv_tokens=most,
+                token_loops=(left + prompt) * loops,
+                awaits_prefill=waits,
+                is_suspect=self.is_suspect,
+                prompt_token_loops=prompt * loops,
             )
         if self.prefill is not None and self.prefill_running:
             target = self.decode.worker if self.decode is not None else None
             work = max(1, known - self.hinted_tokens) * loops
             rows[self.prefill.worker] = Assigned(
-                self.request.request_id, known, most, work, False, target, self.is_suspect
+                self.request.request_id, known, most, work, False, target, self.is_suspect, work
             )
         return rows
 
@@ -234,4 +241,12 @@ class Life:
         prefill = self.decode if self.is_local else self.prefill
         current = [peer.name if peer is not None else "" for peer in (prefill, self.decode)]
         earlier = tuple(name for name in self.earlier_workers if name not in current)
-        return Route(prefill=current[0], decode=current[1], earlier=earlier)
+        return Route(current[0], current[1], earlier, self._prefix_source())
+
+    def _prefix_source(self) -> str:
+        """What its prompt came from; a fetch that brought nothing has ended as a recompute."""
+        if self.is_local:
+            return PrefixSource.LOCAL
+        if self.prefill is None or self.stats is None:
+            return ""
+        return PrefixSource.FETCH if self.stats.fetched_bytes else PrefixSource.RECOMPUTE

@@ -15,6 +15,7 @@ from coordinator.registry import LossReason
 from coordinator.snapshot import ClusterSnapshot
 from loopline.clock import Clock
 from loopline.identity import Cause, Role, WorkerState
+from loopline.request import PrefixSource
 from loopline.telemetry import catalogue
 from loopline.telemetry.metrics import Histogram, count_of, counts_by, histogram_of, value_of
 
@@ -38,6 +39,7 @@ class CoordinatorMetrics:
         self._rebalances: Counter[str] = Counter()
         self._ttft, self._itl = Histogram(_TTFT_S), Histogram(_ITL_S)
         self._queued, self._whole = Histogram(_QUEUE_S), Histogram(_REQUEST_S)
+        self._sources: Counter[str] = Counter()
         self._prompt_tokens = self._cached_tokens = self._new_tokens = 0
         self._arrived_s: dict[str, float] = {}
         self._last_token_s: dict[str, float] = {}
@@ -66,6 +68,8 @@ class CoordinatorMetrics:
         self._endings[outcome.ending] += 1
         self._queued.observe(outcome.timing.queued_s)
         self._whole.observe(outcome.timing.total_s)
+        if outcome.route.prefix_source:
+            self._sources[outcome.route.prefix_source] += 1
         self._prompt_tokens += outcome.usage.prompt_tokens
         self._cached_tokens += outcome.usage.cached_tokens
 
@@ -94,6 +98,7 @@ class CoordinatorMetrics:
         yield histogram_of(catalogue.ITL, {(): self._itl})
         yield histogram_of(catalogue.QUEUE_TIME, {(): self._queued})
         yield histogram_of(catalogue.E2E, {(): self._whole})
+        yield counts_by(catalogue.PREFIX_SOURCES, PrefixSource, self._sources)
         yield value_of(catalogue.PROMPT_TOKENS, self._prompt_tokens)
         yield value_of(catalogue.CACHED_TOKENS, self._cached_tokens)
         yield value_of(catalogue.GENERATION_TOKENS, self._new_tokens)

@@ -6,6 +6,7 @@ The dispatcher calls, whenever something changed. What may be and what is prefer
 from collections.abc import Callable, Iterable
 
 from coordinator.effects import Effect, Ending
+from coordinator.prefix_source import SourceRule
 from coordinator.queue import RequestQueue
 from coordinator.router import Round, Router
 from coordinator.snapshot import ClusterSnapshot
@@ -13,7 +14,10 @@ from coordinator.tracker import Tracker
 from loopline.clock import Clock
 from loopline.errors import RequestTooLarge
 from loopline.identity import Fingerprint, Role
-from loopline.request import Limits, Request, check_size
+from loopline.request import Limits, PrefixSource, Request, check_size
+
+PROBES = SourceRule(choice=PrefixSource.RECOMPUTE)
+"""A probe always takes the whole way."""
 
 
 class Placer:
@@ -27,7 +31,7 @@ class Placer:
         queue: RequestQueue,
         router: Router,
         carry_out: Callable[[Iterable[Effect]], None],
-        local_prefill_below_tokens: int,
+        sources: SourceRule,
     ) -> None:
         """`carry_out` is called while a round goes on."""
         self._clock = clock
@@ -35,7 +39,7 @@ class Placer:
         self._queue = queue
         self._router = router
         self._carry_out = carry_out
-        self._local_prefill_below_tokens = local_prefill_below_tokens
+        self._sources = sources
         self._groups: dict[str, Fingerprint] = {}  # of the decode worker that a request was given to last
 
     def place(self, awaiting: Iterable[str], snapshot: ClusterSnapshot, limits: Limits, probe_id: str | None) -> None:
@@ -56,19 +60,20 @@ class Placer:
             if decode is None:
                 continue
             request, before = self._tracker.request(request_id), self._tracker.assignment(request_id)
-            if request_id != probe_id and self._prefills_locally(request_id):
-                self._carry_out(self._tracker.start_local(request_id))
-                placing.placed(request, before, self._tracker.assignment(request_id))
-                continue
             prefill = placing.choose_prefill(request, decode, is_suspect=self._tracker.is_suspect(request_id))
-            if prefill is not None:
-                hinted = placing.cached_tokens(request, prefill)
-                self._carry_out(self._tracker.bind(request_id, prefill.peer, hinted))
-                placing.placed(request, before, self._tracker.assignment(request_id))
-
-    def _prefills_locally(self, request_id: str) -> bool:
-        """Whether the decode worker lacks so little of the prompt that a handoff is not worth it."""
-        return self._tracker.num_uncached(request_id) < self._local_prefill_below_tokens
+            in_decode = request.num_known_tokens - self._tracker.num_uncached(request_id)
+            facts = placing.source_facts(request, decode, in_decode, prefill)
+            source = (PROBES if request_id == probe_id else self._sources).choose(facts)
+            if source is PrefixSource.LOCAL:
+                self._carry_out(self._tracker.start_local(request_id))
+            elif source is not None and prefill is not None:
+                fetches = source is PrefixSource.FETCH
+                hinted = facts.prefill.cached_tokens if facts.prefill is not None else 0
+                hinted = max(hinted, in_decode) if fetches else hinted
+                self._carry_out(self._tracker.bind(request_id, prefill.peer, hinted, fetches))
+            else:
+                continue
+            placing.placed(request, before, self._tracker.assignment(request_id))
 
     def _reserve_decode_workers(self, placing: Round, limits: Limits) -> None:
         """In the queue's order. A request that finds no room holds back those behind it; one that must stay away from

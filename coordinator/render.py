@@ -96,7 +96,9 @@ def finished_event(event: Finish) -> Any:
             cached_tokens=usage.cached_tokens,
         ),
         timing=loopline_pb2.Timing(queued_s=timing.queued_s, ttft_s=timing.ttft_s, total_s=timing.total_s),
-        route=loopline_pb2.Route(prefill=route.prefill, decode=route.decode, earlier=route.earlier),
+        route=loopline_pb2.Route(
+            prefill=route.prefill, decode=route.decode, earlier=route.earlier, prefix_source=route.prefix_source
+        ),
     )
     if outcome.stats is not None:
         finished.handoff.CopyFrom(convert.to_proto(outcome.stats))

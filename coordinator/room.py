@@ -37,6 +37,7 @@ class WorkerRoom:
     num_awaiting: int
     num_suspects: int
     token_loops: int  # work that was given to it and is left
+    prompt_token_loops: int  # of it, that of prompts
     num_blocks: int  # on a prefill worker: of known tokens; on others: what may come to be needed
     usable_blocks: int
     max_running: int
@@ -53,6 +54,7 @@ class WorkerRoom:
             num_awaiting=sums.num_awaiting,
             num_suspects=sums.num_suspects,
             token_loops=sums.token_loops,
+            prompt_token_loops=sums.prompt_token_loops,
             num_blocks=sums.most_blocks if view.role.generates else sums.known_blocks,
             usable_blocks=view.usable_blocks,
             max_running=view.capacity.max_running,
@@ -79,6 +81,7 @@ class WorkerRoom:
         self.num_awaiting += sign * row.awaits_prefill
         self.num_suspects += sign * row.is_suspect
         self.token_loops += sign * row.token_loops
+        self.prompt_token_loops += sign * row.prompt_token_loops
         self.num_blocks += sign * blocks
         if row.decode is not None:
             requests, held = self.by_decode.get(row.decode, (0, 0))

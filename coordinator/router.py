@@ -11,6 +11,7 @@ from dataclasses import replace
 from coordinator.avoidance import Avoidance
 from coordinator.effects import Assigned, AttemptFailed, Send
 from coordinator.policies import Hints, Policy
+from coordinator.prefix_source import Prompts, SourceFacts
 from coordinator.prefixes import PrefixTable, RequestPrefixes
 from coordinator.room import Candidates, Room, WorkerRoom
 from coordinator.sessions import Sessions
@@ -112,6 +113,26 @@ class Round:
         digests = self._router.requests.digests(request, view.group, size)
         return size * self._router.prefixes.num_cached(view.peer.worker, digests)
 
+    def source_facts(
+        self, request: Request, decode: WorkerId, in_decode_tokens: int, prefill: WorkerView | None
+    ) -> SourceFacts:
+        """What says where a prompt's KV should come from. `decode` holds its reservation, and has that many tokens of
+        it; `prefill`: the worker that would compute it, None where none has room."""
+        loops, known = request.params.loops, request.num_known_tokens
+        room = self._room.find(decode)
+        capacity = None if room is None else room.view.capacity
+        links = () if prefill is None else prefill.links
+        return SourceFacts(
+            known_tokens=known,
+            loops=loops,
+            token_bytes=0 if capacity is None else capacity.token_bytes,
+            decode=_prompts(room, in_decode_tokens),
+            prefill=None
+            if prefill is None
+            else _prompts(self._room.find(prefill.worker), min(known - 1, self.cached_tokens(request, prefill))),
+            link_bytes_per_s=next((link.bytes_per_s for link in links if link.decode == decode), 0.0),
+        )
+
     def placed(self, request: Request, before: Mapping[WorkerId, Assigned], after: Mapping[WorkerId, Assigned]) -> None:
         """A request was given to a worker: its rows were those of `before`, and are those of `after`."""
         self._room.given(before, after)
@@ -133,6 +154,16 @@ class Round:
             return size * router.prefixes.num_cached(room.worker, digests)
 
         return Hints(cached_tokens, router.sessions.last(request.session, role))
+
+
+def _prompts(room: WorkerRoom | None, cached_tokens: int) -> Prompts:
+    """A worker that is lost is taken to be one of which nothing is known."""
+    load = None if room is None else room.view.load
+    return Prompts(
+        token_loops_per_s=0.0 if load is None else load.prompt_token_loops_per_s,
+        ahead_token_loops=0 if room is None else room.prompt_token_loops,
+        cached_tokens=cached_tokens,
+    )
 
 
 def _checked(chosen: WorkerRoom | None, candidates: Candidates) -> WorkerView | None:

@@ -18,6 +18,7 @@ from coordinator.fleet import Fleet
 from coordinator.intake import Intake
 from coordinator.operations import OperationsServicer
 from coordinator.policies import make_policy
+from coordinator.prefix_source import SourceRule
 from coordinator.rebalance_watch import RebalanceWatch
 from coordinator.scrape import serve_metrics
 from coordinator.service import MOST_WRITE_S, ClusterServicer, LooplineServicer, ModelCard
@@ -76,7 +77,9 @@ def build_dispatcher(
         lease_s=config.membership.lease_s,
         reply_timeout_s=config.membership.reply_timeout_s,
         peer_share=config.transfer.peer_share,
-        local_prefill_below_tokens=config.routing.local_prefill_below_tokens,
+        sources=SourceRule(
+            choice=config.routing.prefix_source, local_below_tokens=config.routing.local_prefill_below_tokens
+        ),
         queue_limit=config.coordinator.queue_limit,
         unread_tokens=config.coordinator.unread_tokens,
         limits=Limits(

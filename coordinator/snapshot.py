@@ -29,6 +29,7 @@ class Sums:
     num_awaiting: int
     num_suspects: int
     token_loops: int
+    prompt_token_loops: int  # of these, those of prompts
     known_blocks: int  # for the tokens that are known
     most_blocks: int  # that they may come to need
     by_decode: Mapping[WorkerId, tuple[int, int]]  # on a prefill worker: (requests, known blocks) by whom they are for
@@ -90,6 +91,7 @@ class WorkerView:
             num_awaiting=sum(row.awaits_prefill for row in self.assigned),
             num_suspects=sum(row.is_suspect for row in self.assigned),
             token_loops=sum(row.token_loops for row in self.assigned),
+            prompt_token_loops=sum(row.prompt_token_loops for row in self.assigned),
             known_blocks=known_blocks,
             most_blocks=most_blocks,
             by_decode=by_decode,

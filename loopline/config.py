@@ -134,7 +134,7 @@ class ClusterConfig(Section):
                 steps_ahead=_steps_ahead(group),
                 growth_share=1.0 if share is None else share.growth_share,
                 prefill_tokens_per_loop=None if share is None else share.prefill_share_tokens,
-                max_time_per_token_s=self.decode.max_time_per_token_s if role == "decode" else None,
+                max_time_per_token_s=None if share is None else share.max_time_per_token_s,
             ),
         )
 

@@ -219,8 +219,13 @@ class RoutingConfig(Section):
     load_weight: Annotated[float, Field(ge=0, le=1000)] = 1.0
     """prefix_aware: how much a token-loop of a worker's other work counts against one that is computed for the request
     itself."""
+    prefix_source: Literal["auto", "local", "recompute", "fetch"] = "auto"
+    """Where the KV that the chosen decode worker lacks of a prompt comes from. local: that worker computes it;
+    recompute: a prefill worker computes what is not in its own cache; fetch: it first fetches what the decode worker
+    has and it lacks; auto: what is estimated to be fastest."""
     local_prefill_below_tokens: Number = 0
-    """A prompt of which the chosen decode worker lacks fewer tokens is computed by that worker itself; 0: none is."""
+    """auto: only prompts of which the chosen decode worker lacks fewer tokens may be computed by that worker itself; 0:
+    none."""
 
 
 class TelemetryConfig(Section):

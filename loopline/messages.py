@@ -110,7 +110,8 @@ class HandoffStats:
     num_bytes: int
     transport: str
     prefill_s: float
-    cached_tokens: int = 0  # prompt tokens that the prefill worker found and did not compute
+    cached_tokens: int = 0  # prompt tokens that the prefill worker found or fetched, and did not compute
+    fetched_bytes: int = 0  # that the decode worker pushed to it for that; not among `num_bytes`
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,7 @@ class StartPrefill:
     runs: tuple[BlockRun, ...]
     deadline_s: float  # remaining
     trace: str = ""  # as in Reserve
+    fetches: bool = False  # first fetch the blocks before `first_block` that are not cached here from `target`
 
 
 @dataclass(frozen=True)

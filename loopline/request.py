@@ -237,10 +237,20 @@ class Timing:
     total_s: float = 0.0
 
 
+class PrefixSource(StrEnum):
+    """Where the KV that a decode worker lacked of a prompt came from."""
+
+    LOCAL = "local"  # it computed that itself
+    RECOMPUTE = "recompute"  # a prefill worker computed what was not in its own cache, and pushed it
+    FETCH = "fetch"  # the same, after it had fetched what the decode worker had and it had not
+
+
 @dataclass(frozen=True)
 class Route:
-    """Names of the workers that ran a request; empty where a part ran nowhere."""
+    """Names of the workers that ran a request; empty where a part ran nowhere. `prefix_source`: the PrefixSource that
+    its prompt had in the end; "": it came to none."""
 
     prefill: str = ""  # the decode worker's where that one computed the prompt
     decode: str = ""
     earlier: tuple[str, ...] = ()  # workers of earlier attempts
+    prefix_source: str = ""

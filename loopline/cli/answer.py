@@ -73,6 +73,7 @@ def answer_record(
         "route": {
             "prefill": "" if finished is None else finished.route.prefill,
             "decode": "" if finished is None else finished.route.decode,
+            "prefix_source": "" if finished is None else finished.route.prefix_source,
         },
     }
     if options.logprobs is not None:

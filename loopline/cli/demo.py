@@ -89,7 +89,8 @@ async def _show(console: Console, launcher: LocalLauncher, config: ClusterConfig
         status = await client.status()
     console.print()
     console.print(_table(answers))
-    expects_handoff = config.routing.local_prefill_below_tokens == 0
+    routing = config.routing
+    expects_handoff = routing.prefix_source != "local" and routing.local_prefill_below_tokens == 0
     faults += [fault for answer in answers if (fault := _fault(answer, expects_handoff)) is not None]
     faults += audit_faults(status)
 

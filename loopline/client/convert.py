@@ -148,7 +148,7 @@ def _finished(message: Any) -> Finished:
         has_text=message.has_text,
         usage=record_of(Usage, message.usage),
         timing=record_of(Timing, message.timing),
-        route=Route(route.prefill, route.decode, tuple(route.earlier)),
+        route=Route(route.prefill, route.decode, tuple(route.earlier), route.prefix_source),
         handoff=record_of(HandoffStats, message.handoff),
     )
 

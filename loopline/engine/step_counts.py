@@ -24,6 +24,26 @@ class Rows(StrEnum):
     MIXED = "mixed"
 
 
+class PromptRate:
+    """How fast prompts are computed: token-loops by the seconds of the steps that they were in, whatever else those
+    computed, with the latest ones counting most."""
+
+    _KEPT = 0.9  # of what earlier steps count, with each step
+
+    def __init__(self) -> None:
+        self._token_loops = self._seconds = 0.0
+
+    @property
+    def token_loops_per_s(self) -> float:
+        """0: no prompt has been computed yet."""
+        return self._token_loops / self._seconds if self._seconds else 0.0
+
+    def observe(self, token_loops: int, seconds: float) -> None:
+        """A step with that many of prompts took `seconds`."""
+        self._token_loops = self._KEPT * self._token_loops + token_loops
+        self._seconds = self._KEPT * self._seconds + seconds
+
+
 class StepCounts:
     """Counts since the engine's start. Rows that turned out void count as well: they were computed."""
 
@@ -32,21 +52,24 @@ class StepCounts:
         self.tokens: Counter[str] = Counter()  # by phase
         self.seconds = {rows: Histogram(_STEP_S) for rows in Rows}
         self.failed_steps = 0
+        self.prompt_rate = PromptRate()
 
     def computed(self, plan: StepPlan, taken_s: float) -> None:
         """A step was computed and committed."""
-        prefill = decode = 0
+        prefill = decode = prompt_loops = 0
         for segment in plan.segments:
             depth = segment.last_loop - segment.first_loop
             rows = 0 if segment.decode is None else len(segment.decode)
             known = sum(run.num_tokens for run in segment.runs)
-            decode, prefill = decode + rows, prefill + known
+            decode, prefill, prompt_loops = decode + rows, prefill + known, prompt_loops + known * depth
             self.token_loops[TokenPhase.DECODE] += rows * depth
             self.token_loops[TokenPhase.PREFILL] += known * depth
         self.tokens[TokenPhase.DECODE] += decode
         self.tokens[TokenPhase.PREFILL] += prefill
         kind = Rows.MIXED if prefill and decode else Rows.PREFILL if prefill else Rows.DECODE
         self.seconds[kind].observe(taken_s)
+        if prompt_loops:
+            self.prompt_rate.observe(prompt_loops, taken_s)
 
     def failed(self) -> None:
         """A step could not be computed."""

@@ -49,6 +49,12 @@ QUEUE_TIME = Definition(
     "loopline_request_queue_time_seconds", Kind.HISTOGRAM, "From a request's arrival until a worker was asked."
 )
 E2E = Definition("loopline_e2e_request_latency_seconds", Kind.HISTOGRAM, "From a request's arrival to its end.")
+PREFIX_SOURCES = Definition(
+    "loopline_prefix_sources_total",
+    Kind.COUNTER,
+    "Requests that ended, by where the KV that their decode worker lacked of the prompt came from.",
+    ("source",),
+)
 PROMPT_TOKENS = Definition("loopline_prompt_tokens_total", Kind.COUNTER, "Prompt tokens of requests that ended.")
 CACHED_TOKENS = Definition(
     "loopline_prompt_tokens_cached_total",
@@ -72,6 +78,7 @@ COORDINATOR = (
     ITL,
     QUEUE_TIME,
     E2E,
+    PREFIX_SOURCES,
     PROMPT_TOKENS,
     CACHED_TOKENS,
     GENERATION_TOKENS,
@@ -118,12 +125,14 @@ BLOCKS = Definition("loopline_kv_blocks", Kind.GAUGE, "Blocks of the arena, by s
 PROMISED_BLOCKS = Definition(
     "loopline_kv_blocks_promised", Kind.GAUGE, "Of the free blocks, those that requests may still grow into."
 )
-HANDOFFS = Definition("loopline_handoffs", Kind.GAUGE, "Handoffs, by the state that they are in.", ("state",))
+HANDOFFS = Definition(
+    "loopline_handoffs", Kind.GAUGE, "Handoffs and fetches, by the state that they are in.", ("state",)
+)
 HANDOFF_STATES = Definition(
     "loopline_handoff_states_total",
     Kind.COUNTER,
-    "Times that a handoff entered a state. Done: drained on a prefill worker, active or local on a decode worker, local"
-    " on a unified one.",
+    "Times that a handoff or fetch entered a state. Done: drained on a prefill worker, active or local on a decode "
+    "worker, local on a unified one; of a fetch fetched on a prefill worker.",
     ("state",),
 )
 GIVEN_UP = Definition(
@@ -136,6 +145,11 @@ PUSHES = Definition("loopline_pushes_total", Kind.COUNTER, "Pushes that were pos
 PUSHED_BYTES = Definition("loopline_pushed_bytes_total", Kind.COUNTER, "Bytes of pushes that are done.")
 PUSH_SECONDS = Definition(
     "loopline_push_seconds", Kind.HISTOGRAM, "From the post of a push until it was seen to be done."
+)
+FETCHED_BYTES = Definition(
+    "loopline_fetched_bytes_total",
+    Kind.COUNTER,
+    "Bytes of prefixes that decode workers have pushed here, of requests whose prompts were then computed.",
 )
 IN_FLIGHT_BYTES = Definition("loopline_push_in_flight_bytes", Kind.GAUGE, "Bytes that are posted and on their way.")
 LIMIT_BYTES = Definition("loopline_push_limit_bytes", Kind.GAUGE, "Most bytes that may be on their way.")
@@ -176,5 +190,6 @@ PREFILL_WORKER = (
     LIMIT_BYTES,
     PUSHES_WAITING,
     PUSH_WAIT,
+    FETCHED_BYTES,
 )
-"""Of a prefill worker, which is the one that pushes."""
+"""Of a prefill worker."""

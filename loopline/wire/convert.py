@@ -1,4 +1,5 @@
-"""Records of `loopline.messages` and `launcher_messages` <-> protobuf, both ways, for the traffic inside a cluster.
+"""Records of `loopline.messages`, `fetch_messages` and `launcher_messages` <-> protobuf, both ways, for the traffic
+inside a cluster.
 
 Each record and its proto message have the same fields by name (tests/contract checks it), so one converter per record
 class is compiled from the two descriptions at first use and kept. Special cases are data at the head of this file.
@@ -20,7 +21,12 @@ from google.protobuf.message import DecodeError, Message
 from loopline import messages
 from loopline.wire._generated.loopline.v1 import cluster_pb2, loopline_pb2
 
-_PROTO_NAMES = {"SamplingParams": "ResolvedParams", "Request": "EngineRequest", "CloseHandoff": "CloseHandoffRequest"}
+_PROTO_NAMES = {
+    "SamplingParams": "ResolvedParams",
+    "Request": "EngineRequest",
+    "CloseHandoff": "CloseHandoffRequest",
+    "FetchPrefix": "FetchPrefixRequest",
+}
 _NOT_SENT = {("SamplingParams", "stop")}  # stop strings are watched where text is made
 R = TypeVar("R")
 

@@ -253,6 +253,7 @@ class EngineThread:
             ignored=tuple(sorted(ignored.items())),
             budget=self._listener.transfer_budget(),
             known=self._core.known(),
+            prompt_token_loops_per_s=self._engine.counts.prompt_rate.token_loops_per_s,
         )
 
 

@@ -27,7 +27,7 @@ def _finished(reason: FinishReason = FinishReason.LENGTH, *, has_text: bool = Tr
         has_text=has_text,
         usage=Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1),
         timing=Timing(queued_s=0.1, ttft_s=0.2, total_s=0.3),
-        route=Route("p0", "d0"),
+        route=Route("p0", "d0", prefix_source="recompute"),
         handoff=HandoffStats(1, 1, 10, "tcp", 0.1),
     )
 
@@ -70,7 +70,7 @@ def test_the_object_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
         "finish_reason": "length",
         "usage": {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 1},
         "timing": {"ttft_s": 0.2, "total_s": 0.3, "queued_s": 0.1},
-        "route": {"prefill": "p0", "decode": "d0"},
+        "route": {"prefill": "p0", "decode": "d0", "prefix_source": "recompute"},
         "logprobs": [
             {"token_id": 7, "logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.5}]},
             {"token_id": 8, "logprob": None, "top": []},

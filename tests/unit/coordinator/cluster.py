@@ -6,7 +6,7 @@ of their position, so whoever computes them computes the same.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -254,7 +254,7 @@ async def scripted_cluster(
     deadline_s: float = 20.0,
     unread_tokens: int = 4096,
     most_write_s: float = 60.0,
-    local_prefill_below_tokens: int = 0,
+    routing: Mapping[str, object] | None = None,
 ) -> AsyncIterator[ScriptedCluster]:
     """A coordinator on a free loopback port; nothing is left running afterwards."""
     config = ClusterConfig.model_validate(
@@ -266,7 +266,7 @@ async def scripted_cluster(
                 "unread_tokens": unread_tokens,
             },
             "membership": {"lease_s": lease_s},
-            "routing": {"local_prefill_below_tokens": local_prefill_below_tokens},
+            "routing": routing or {},
         }
     )
     spec = load_model_spec(model)

@@ -224,11 +224,12 @@ def test_the_answer_to_reserve_decides_who_prefills() -> None:
             route = answer.finished.route
             assert (route.prefill, route.decode) == ("decode-0" if is_local else "prefill-0", "decode-0")
             assert answer.finished.usage.cached_tokens == (cached if is_local else 0), "the prefill worker has none"
+            assert route.prefix_source == ("local" if is_local else "recompute"), "no worker has been timed"
             assert answer.finished.HasField("handoff") is not is_local
             assert len(prefill.heard_of(StartPrefill)) == handed_over + (not is_local)
         await cluster.until_idle()
 
-    run(script, local_prefill_below_tokens=3)
+    run(script, routing={"local_prefill_below_tokens": 3})
 
 
 def test_nothing_is_prefilled_locally_unless_asked_for() -> None:
@@ -239,3 +240,23 @@ def test_nothing_is_prefilled_locally_unless_asked_for() -> None:
         assert not decode.heard_of(StartLocalPrefill)
 
     run(script)
+
+
+@pytest.mark.parametrize("choice", ["local", "recompute", "fetch"])
+def test_a_way_that_is_forced_is_taken_by_all_but_the_probe(choice: str) -> None:
+    async def script(cluster: ScriptedCluster) -> None:
+        prefill, decode = await cluster.pair()
+        await cluster.until_idle()
+        (probe,) = prefill.heard_of(StartPrefill)
+        assert not probe.fetches and not decode.heard_of(StartLocalPrefill), "the probe shows that a pair works"
+        for cached in (0, 4):
+            decode.cached_tokens = cached
+            answer = await Answer(cluster, message(max_tokens=4)).whole()
+            source = answer.finished.route.prefix_source
+            assert source == ("local" if choice == "local" else "recompute"), "a scripted worker fetches nothing"
+        fetches = [start.fetches for start in prefill.heard_of(StartPrefill)[1:]]
+        assert fetches == {"local": [], "recompute": [False, False], "fetch": [False, True]}[choice]
+        assert len(decode.heard_of(StartLocalPrefill)) == (2 if choice == "local" else 0)
+        await cluster.until_idle()
+
+    run(script, routing={"prefix_source": choice, "local_prefill_below_tokens": 5})

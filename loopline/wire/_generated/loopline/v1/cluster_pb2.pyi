@@ -84,7 +84,7 @@ class Capacity(_message.Message):
     def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., token_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("step", "busy", "running", "waiting", "token_loops", "promised_blocks", "blocks", "handoffs", "ignored", "budget", "known")
+    __slots__ = ("step", "busy", "running", "waiting", "token_loops", "promised_blocks", "blocks", "handoffs", "ignored", "budget", "known", "prompt_token_loops_per_s")
     class HandoffsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class WorkerLoad(_message.Message):
     IGNORED_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_LOOPS_PER_S_FIELD_NUMBER: _ClassVar[int]
     step: int
     busy: bool
     running: int
@@ -121,7 +122,8 @@ class WorkerLoad(_message.Message):
     ignored: _containers.ScalarMap[str, int]
     budget: _loopline_pb2.BudgetCounts
     known: _containers.RepeatedCompositeFieldContainer[HandoffKey]
-    def __init__(self, step: _Optional[int] = ..., busy: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., token_loops: _Optional[int] = ..., promised_blocks: _Optional[int] = ..., blocks: _Optional[_Union[_loopline_pb2.Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., budget: _Optional[_Union[_loopline_pb2.BudgetCounts, _Mapping]] = ..., known: _Optional[_Iterable[_Union[HandoffKey, _Mapping]]] = ...) -> None: ...
+    prompt_token_loops_per_s: float
+    def __init__(self, step: _Optional[int] = ..., busy: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., token_loops: _Optional[int] = ..., promised_blocks: _Optional[int] = ..., blocks: _Optional[_Union[_loopline_pb2.Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., budget: _Optional[_Union[_loopline_pb2.BudgetCounts, _Mapping]] = ..., known: _Optional[_Iterable[_Union[HandoffKey, _Mapping]]] = ..., prompt_token_loops_per_s: _Optional[float] = ...) -> None: ...
 
 class ResolvedParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "stop_ids", "logprobs", "loops", "initial_state", "exit_probabilities")
@@ -415,7 +417,7 @@ class StartLocalPrefill(_message.Message):
     def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ...) -> None: ...
 
 class StartPrefill(_message.Message):
-    __slots__ = ("key", "request", "target", "first_block", "runs", "deadline_s", "trace")
+    __slots__ = ("key", "request", "target", "first_block", "runs", "deadline_s", "trace", "fetches")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -423,6 +425,7 @@ class StartPrefill(_message.Message):
     RUNS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
     key: HandoffKey
     request: EngineRequest
     target: Peer
@@ -430,7 +433,8 @@ class StartPrefill(_message.Message):
     runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
     deadline_s: float
     trace: str
-    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., request: _Optional[_Union[EngineRequest, _Mapping]] = ..., target: _Optional[_Union[Peer, _Mapping]] = ..., first_block: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., trace: _Optional[str] = ...) -> None: ...
+    fetches: bool
+    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., request: _Optional[_Union[EngineRequest, _Mapping]] = ..., target: _Optional[_Union[Peer, _Mapping]] = ..., first_block: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., trace: _Optional[str] = ..., fetches: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "cause")
@@ -607,6 +611,38 @@ class CloseHandoffRequest(_message.Message):
     key: HandoffKey
     writer: WorkerId
     def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., writer: _Optional[_Union[WorkerId, _Mapping]] = ...) -> None: ...
+
+class FetchPrefixRequest(_message.Message):
+    __slots__ = ("key", "reader", "agent_metadata", "region", "first_block", "runs", "limit_s")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    READER_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    REGION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    key: HandoffKey
+    reader: Peer
+    agent_metadata: bytes
+    region: RegionManifest
+    first_block: int
+    runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
+    limit_s: float
+    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., reader: _Optional[_Union[Peer, _Mapping]] = ..., agent_metadata: _Optional[bytes] = ..., region: _Optional[_Union[RegionManifest, _Mapping]] = ..., first_block: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., limit_s: _Optional[float] = ...) -> None: ...
+
+class PrefixSent(_message.Message):
+    __slots__ = ("key", "writer", "pushes", "cause", "detail")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    PUSHES_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    key: HandoffKey
+    writer: WorkerId
+    pushes: _containers.RepeatedCompositeFieldContainer[PushRange]
+    cause: str
+    detail: str
+    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., writer: _Optional[_Union[WorkerId, _Mapping]] = ..., pushes: _Optional[_Iterable[_Union[PushRange, _Mapping]]] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class HandoffClosed(_message.Message):
     __slots__ = ("key", "state")

@@ -214,6 +214,11 @@ class PeeringStub:
                 request_serializer=loopline_dot_v1_dot_cluster__pb2.CloseHandoffRequest.SerializeToString,
                 response_deserializer=loopline_dot_v1_dot_cluster__pb2.HandoffClosed.FromString,
                 _registered_method=True)
+        self.FetchPrefix = channel.unary_unary(
+                '/loopline.v1.Peering/FetchPrefix',
+                request_serializer=loopline_dot_v1_dot_cluster__pb2.FetchPrefixRequest.SerializeToString,
+                response_deserializer=loopline_dot_v1_dot_cluster__pb2.PrefixSent.FromString,
+                _registered_method=True)
 
 
 class PeeringServicer:
@@ -238,6 +243,12 @@ class PeeringServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchPrefix(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeeringServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -255,6 +266,11 @@ def add_PeeringServicer_to_server(servicer, server):
                     servicer.CloseHandoff,
                     request_deserializer=loopline_dot_v1_dot_cluster__pb2.CloseHandoffRequest.FromString,
                     response_serializer=loopline_dot_v1_dot_cluster__pb2.HandoffClosed.SerializeToString,
+            ),
+            'FetchPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchPrefix,
+                    request_deserializer=loopline_dot_v1_dot_cluster__pb2.FetchPrefixRequest.FromString,
+                    response_serializer=loopline_dot_v1_dot_cluster__pb2.PrefixSent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -339,6 +355,33 @@ class Peering:
             '/loopline.v1.Peering/CloseHandoff',
             loopline_dot_v1_dot_cluster__pb2.CloseHandoffRequest.SerializeToString,
             loopline_dot_v1_dot_cluster__pb2.HandoffClosed.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/loopline.v1.Peering/FetchPrefix',
+            loopline_dot_v1_dot_cluster__pb2.FetchPrefixRequest.SerializeToString,
+            loopline_dot_v1_dot_cluster__pb2.PrefixSent.FromString,
             options,
             channel_credentials,
             insecure,

@@ -181,30 +181,34 @@ class Timing(_message.Message):
     def __init__(self, queued_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ...) -> None: ...
 
 class Route(_message.Message):
-    __slots__ = ("prefill", "decode", "earlier")
+    __slots__ = ("prefill", "decode", "earlier", "prefix_source")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     EARLIER_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_SOURCE_FIELD_NUMBER: _ClassVar[int]
     prefill: str
     decode: str
     earlier: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., earlier: _Optional[_Iterable[str]] = ...) -> None: ...
+    prefix_source: str
+    def __init__(self, prefill: _Optional[str] = ..., decode: _Optional[str] = ..., earlier: _Optional[_Iterable[str]] = ..., prefix_source: _Optional[str] = ...) -> None: ...
 
 class HandoffStats(_message.Message):
-    __slots__ = ("pushes", "descriptors", "num_bytes", "transport", "prefill_s", "cached_tokens")
+    __slots__ = ("pushes", "descriptors", "num_bytes", "transport", "prefill_s", "cached_tokens", "fetched_bytes")
     PUSHES_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTORS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     pushes: int
     descriptors: int
     num_bytes: int
     transport: str
     prefill_s: float
     cached_tokens: int
-    def __init__(self, pushes: _Optional[int] = ..., descriptors: _Optional[int] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., prefill_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    fetched_bytes: int
+    def __init__(self, pushes: _Optional[int] = ..., descriptors: _Optional[int] = ..., num_bytes: _Optional[int] = ..., transport: _Optional[str] = ..., prefill_s: _Optional[float] = ..., cached_tokens: _Optional[int] = ..., fetched_bytes: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("reason", "text", "usage", "timing", "route", "handoff", "has_text")

@@ -1,0 +1,34 @@
+"""What a prefill and a decode worker say to each other about a fetch, the handoff in reverse: the decode worker writes
+cached blocks of a prompt into the prefill worker's arena. Frozen records, no I/O; `loopline.messages` has all others.
+"""
+
+from dataclasses import dataclass
+
+from loopline.identity import BlockRun, Cause, HandoffKey, Peer, RegionManifest, WorkerId
+from loopline.messages import PushRange
+
+
+@dataclass(frozen=True)
+class FetchPrefix:
+    """Prefill -> decode, unary: push blocks `first_block`, ... of the request's prompt, which the decode worker has
+    cached and holds for the handoff of this key, into `runs` of the reader's arena. Answered when all of them have
+    been pushed, or will not be; `limit_s`: how long the reader waits for that."""
+
+    key: HandoffKey
+    reader: Peer
+    agent_metadata: bytes
+    region: RegionManifest
+    first_block: int
+    runs: tuple[BlockRun, ...]
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class PrefixSent:
+    """Answer to FetchPrefix. `cause` None: these pushes carry all that was asked for, and every handle is DONE."""
+
+    key: HandoffKey
+    writer: WorkerId
+    pushes: tuple[PushRange, ...] = ()
+    cause: Cause | None = None
+    detail: str = ""
