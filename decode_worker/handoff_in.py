@@ -7,7 +7,7 @@
                                            still write: quarantined
 
 Which blocks another worker may write is `ReceiveTable`'s alone; this module carries out its effects on scheduler and
-ledger.
+ledger. What of its cache it lends to the worker that computes a prompt is in `fetch_out`.
 """
 
 import logging
@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from decode_worker.emitter import Emitter
+from decode_worker.fetch_out import FetchEvent, FetchOut
 from kvtransfer.commands import Command, PushArrived, Quiesce, Quiesced, TransferThreadFailed
 from kvtransfer.handoff import (
     Activate,
@@ -36,7 +37,7 @@ from kvtransfer.receive_table import ReceiveTable
 from kvtransfer.verify import digest_of
 from loopline.clock import Clock
 from loopline.engine.engine import Engine
-from loopline.identity import Cause, HandoffKey, Peer
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.kv.block_pool import runs_of
 from loopline.kv.ledger import Allocation
 from loopline.messages import (
@@ -59,12 +60,11 @@ from loopline.request import Request
 from loopline.sched.plan import StepOutcome
 from loopline.telemetry.logs import about
 from loopline.worker.deadlines import Deadlines
-from loopline.worker.events import BeginDrain, CommitReceived, CoordinatorLost, WriterClosed
+from loopline.worker.events import BeginDrain, CommitReceived, CoordinatorLost, FetchAsked, WriterClosed
 from loopline.worker.faults import no_fault
+from loopline.worker.writers import ASK_AGAIN_S
 
 logger = logging.getLogger(__name__)
-ASK_AGAIN_S = 1.0
-"""How often writers are asked again to close what they have not closed."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class DecodePorts:
     to_coordinator: Callable[[WorkerMessage], None]
     to_transfer: Callable[[Command], None]
     ask_close: Callable[[HandoffKey, Peer], None]
+    identity: Callable[[], WorkerId]
     entered: Callable[[str], None] = no_fault  # hears of every state that a handoff enters
 
 
@@ -88,8 +89,16 @@ class _Reservation:
 class HandoffIn:
     """Invariant: a reserved handoff's allocation is in `_reserved`, a running one's generation in `_running`."""
 
-    def __init__(self, engine: Engine, ports: DecodePorts, clock: Clock, push_timeout_s: float = 30.0) -> None:
-        """`push_timeout_s`: how long after its commit a handoff may lack pushes."""
+    def __init__(
+        self,
+        engine: Engine,
+        ports: DecodePorts,
+        clock: Clock,
+        push_timeout_s: float = 30.0,
+        max_push_bytes: int | None = None,
+    ) -> None:
+        """`push_timeout_s`: how long after its commit a handoff may lack pushes. `max_push_bytes`: of one push of a
+        fetch, if a block is not larger; None: no bound."""
         self._engine = engine
         self._ports = ports
         self._emitter = Emitter(ports.to_coordinator)
@@ -99,6 +108,7 @@ class HandoffIn:
         self._landing = Deadlines(clock, lambda key: self._table.state(key) is ReceiveState.COMMITTED)
         self._ask_again_at_s = clock.now_s()
         self._table = ReceiveTable()
+        self._fetches = FetchOut(engine, ports.to_transfer, ports.identity, ports.entered, max_push_bytes)
         self._reserved: dict[HandoffKey, _Reservation] = {}
         self._running: dict[str, HandoffKey] = {}
         self._wrong_commits = 0
@@ -123,7 +133,10 @@ class HandoffIn:
             case WriterClosed(key, writer, state):
                 self._carry_out(self._table.writer_closed(key, writer, state))
             case PeerGone(worker, proven):
+                self._fetches.reader_gone(worker, proven)
                 self._writer_gone(self._table.worker_gone(worker, proven))
+            case FetchAsked():
+                self._fetch_asked(event)
             case Quiesced(worker):
                 self._carry_out(self._table.quiesced(worker))
             case CoordinatorLost():
@@ -133,6 +146,8 @@ class HandoffIn:
                 self._is_draining = True
             case TransferThreadFailed(error):
                 logger.error("transfer thread: %s", error)
+            case _ if isinstance(event, FetchEvent):
+                self._fetches.handle(event)
             case _:
                 logger.error("decode worker: no handling for %r", event)
 
@@ -163,7 +178,8 @@ class HandoffIn:
         return self._is_draining
 
     def handoffs(self) -> tuple[tuple[str, int], ...]:
-        return self._table.counts()
+        counts = {**dict(self._table.counts()), **self._fetches.counts()}
+        return tuple(sorted((state, count) for state, count in counts.items() if count))
 
     def ignored(self) -> tuple[tuple[str, int], ...]:
         counts = Counter(dict(self._table.ignored()))
@@ -236,6 +252,18 @@ class HandoffIn:
         self._carry_out(self._table.push_corrupted(notice))
         self._ports.to_coordinator(RequestFailed(key, Cause.CORRUPTED, detail))
 
+    def _fetch_asked(self, asked: FetchAsked) -> None:
+        """Lend to the bound writer what its request shares of the cache."""
+        key, reservation = asked.fetch.key, self._reserved.get(asked.fetch.key)
+        if reservation is None or self._table.state(key) is not ReceiveState.BOUND:
+            self._fetches.refuse(asked, Cause.UNKNOWN, "no reservation of this request is bound")
+        elif self._table.writer(key) != asked.fetch.reader.worker:
+            self._fetches.refuse(asked, Cause.WRONG_WRITER, "the reservation is bound to another worker")
+        else:
+            loops, ledger = reservation.request.params.loops, self._engine.ledger
+            num_cached = ledger.written_tokens(reservation.allocation, loops)
+            self._fetches.begin(asked, reservation.allocation, num_cached // ledger.block_size)
+
     def _committed(self, received: CommitReceived) -> None:
         reservation = self._reserved.get(received.commit.key)
         if reservation is not None and not _fits(received.commit, reservation.request):
@@ -280,7 +308,7 @@ class HandoffIn:
                 case CommitTaken(key):
                     self._landing.add(key, self._push_timeout_s)
                     self._ports.entered(ReceiveState.COMMITTED)
-                case Activate(key, commit, _):
+                case Activate(key, Commit() as commit, _):
                     self._ports.entered(ReceiveState.ACTIVE)
                     self._activate(key, commit.token)
                 case GaveUp(key):
@@ -311,6 +339,7 @@ class HandoffIn:
         text = "generation %d is given up before it was whole; %d blocks go into quarantine"
         logger.info(text, key.generation, quarantined, extra=about(key.request_id))
         self._engine.scheduler.unreserve(allocation)
+        self._fetches.end(key, Cause.CANCELLED, "its handoff was given up")
         self._ports.entered(ReceiveState.CLOSED if quarantine is None else ReceiveState.QUARANTINED)
         if quarantine is None:
             self._engine.ledger.release(allocation)

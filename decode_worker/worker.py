@@ -1,9 +1,10 @@
 """Puts a decode worker together from the shared runtime and this package's parts."""
 
 from decode_worker.handoff_in import DecodePorts, HandoffIn
-from decode_worker.service import DecodePeering, Writers
+from decode_worker.service import DecodePeering
 from loopline.messages import Connected, CoordinatorMessage, PeerGone
 from loopline.worker.runtime import RoleParts, WorkerContext
+from loopline.worker.writers import Writers
 
 
 def build_role(context: WorkerContext) -> RoleParts:
@@ -18,6 +19,7 @@ def build_role(context: WorkerContext) -> RoleParts:
         to_coordinator=context.to_coordinator,
         to_transfer=context.to_transfer,
         ask_close=writers.ask_close,
+        identity=lambda: context.me().worker,
         entered=context.entered,
     )
 
@@ -27,6 +29,5 @@ def build_role(context: WorkerContext) -> RoleParts:
         return False  # the engine thread needs it too
 
     servicer = DecodePeering(make_connected, context.to_engine)
-    return RoleParts(
-        HandoffIn(context.engine, ports, context.clock, context.transfer.push_timeout_s), servicer, on_message
-    )
+    timeout_s, most_bytes = context.transfer.push_timeout_s, context.endpoint.max_push_bytes
+    return RoleParts(HandoffIn(context.engine, ports, context.clock, timeout_s, most_bytes), servicer, on_message)

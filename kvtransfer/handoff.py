@@ -1,7 +1,8 @@
 """What both halves of the handoff protocol share: states, moves, effects and tombstones. No I/O, no clock, no threads.
 
-The receiving half is `receive_table` (a decode worker's engine thread owns it), the sending half `send_table` (a
-prefill worker's transfer thread owns it); each draws its automaton. A table answers every call with *effects*: frozen
+The receiving half is `receive_table` (the engine thread of the worker whose blocks are written owns it), the sending
+half `send_table` (the transfer thread of the one that writes owns it); each draws its automaton. In a fetch a decode
+worker writes into a prefill worker's blocks, with the same tables. A table answers every call with *effects*: frozen
 records that say what its owner has to do now. A message of another process that comes late, twice or wrong never
 raises: it is answered with `Ignored` or `Refused` and counted by cause. A move that only our own code could have got
 wrong raises `IllegalTransition` and changes nothing.
@@ -14,6 +15,7 @@ from enum import StrEnum
 from typing import Literal, TypeVar
 
 from loopline.errors import IllegalTransition
+from loopline.fetch_messages import PrefixSent
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import CloseState, Commit
 
@@ -30,6 +32,14 @@ class ReceiveState(StrEnum):
     ACTIVE = "active"  # left the table: the scheduler has the request
     LOCAL = "local"  # left the table: this worker prefills the request itself
     CLOSED = "closed"  # left the table: no block is held for it any more
+
+
+class FetchState(StrEnum):
+    """What heartbeats and metrics say of a fetch, so that it is not taken for a handoff."""
+
+    FETCHING = "fetching"  # the prefill worker holds blocks for it and has asked
+    FETCHED = "fetched"  # all of it is there, and the request is computed
+    LENDING = "lending"  # the decode worker has pinned cached blocks, and pushes them
 
 
 class ReceiveMove(StrEnum):
@@ -155,7 +165,7 @@ class Activate:
     """Every block is here: hand the request to the scheduler. The table has let go of the blocks."""
 
     key: HandoffKey
-    commit: Commit
+    commit: Commit | PrefixSent
     block_ids: tuple[int, ...]
 
 

@@ -1,5 +1,5 @@
 """The receiving half of the handoff protocol: which blocks of this arena another worker may write. Pure: no I/O and no
-clock. A decode worker's engine thread owns one table and carries out the effects that it returns.
+clock. A worker's engine thread owns one table and carries out the effects that it returns.
 
               reserve            bind                commit, pushes missing
     (nothing) -------> RESERVED -------> BOUND ------------------------------> COMMITTED
@@ -45,6 +45,7 @@ from kvtransfer.handoff import (
     advance,
 )
 from loopline.errors import InvariantBroken
+from loopline.fetch_messages import PrefixSent
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import CloseState, Commit, PushNotice, PushRange
 
@@ -62,7 +63,7 @@ class _Handoff:
     state: ReceiveState = ReceiveState.RESERVED
     writer: Peer | None = None
     arrived: dict[int, PushRange] = field(default_factory=dict)
-    commit: Commit | None = None
+    commit: Commit | PrefixSent | None = None
     writer_gone: bool = False  # its process is proven to be gone
     writer_failed: bool = False  # it said FAILED: only its end frees the blocks
 
@@ -127,6 +128,11 @@ class ReceiveTable:
         """Where the handoff stands; None when it is not in the table."""
         handoff = self._handoffs.get(key)
         return None if handoff is None else handoff.state
+
+    def writer(self, key: HandoffKey) -> WorkerId | None:
+        """Who may write the handoff's blocks; None where nobody may, or it is not in the table."""
+        handoff = self._handoffs.get(key)
+        return None if handoff is None or handoff.writer is None else handoff.writer.worker
 
     def holders(self) -> dict[int, HandoffKey]:
         """Every block of the table and the handoff that it is held or quarantined for: a copy, for audits."""
@@ -236,8 +242,8 @@ class ReceiveTable:
         self._ignored.ignore(Cause.CORRUPTED)
         return tuple(self._give_up(handoff, Cause.CORRUPTED))
 
-    def committed(self, commit: Commit) -> Activate | CommitTaken | Ignored:
-        """The writer says which pushes it posted and what the first token is."""
+    def committed(self, commit: Commit | PrefixSent) -> Activate | CommitTaken | Ignored:
+        """The writer says which pushes it posted; of a handoff also what the first token is."""
         key = commit.key
         handoff = self._handoffs.get(key)
         if handoff is None or handoff.state is ReceiveState.QUARANTINED:
@@ -317,7 +323,7 @@ class ReceiveTable:
             return Cause.INVALID
         return None
 
-    def _activate(self, handoff: _Handoff, commit: Commit) -> Activate:
+    def _activate(self, handoff: _Handoff, commit: Commit | PrefixSent) -> Activate:
         handoff.move(ReceiveMove.ACTIVATE)
         self._forget(handoff, Cause.DUPLICATE)
         return Activate(handoff.key, commit, handoff.block_ids)

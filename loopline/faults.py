@@ -22,24 +22,32 @@ TIMED_KINDS = ("delay_push", "stop_polling")
 
 KINDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "prefill": (*PUSH_KINDS, "stop_polling", *MESSAGE_KINDS, *PROCESS_KINDS),
-        "decode": (*NOTICE_KINDS, "stop_polling", *MESSAGE_KINDS, *PROCESS_KINDS),
+        **dict.fromkeys(
+            ("prefill", "decode"), (*PUSH_KINDS, *NOTICE_KINDS, "stop_polling", *MESSAGE_KINDS, *PROCESS_KINDS)
+        ),
         "unified": (*MESSAGE_KINDS, *PROCESS_KINDS),
     }
 )
-"""What a worker of each role can do wrong: one pushes, one takes notices, one does neither."""
+"""What a worker of each role can do wrong. A prefill worker pushes handoffs and takes the notices of fetches, a decode
+worker the other way round, a unified one does neither."""
 
 PUSHING = "pushing"
 """A push was posted and has not been looked at since: no state of a table, but the moment that matters most."""
 
 STATES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "prefill": ("open", PUSHING, "committed", "closing", "drained", "closed", "failed"),
-        "decode": ("reserved", "bound", "local", "committed", "active", "quarantined", "closed"),
+        "prefill": (
+            *("open", PUSHING, "committed", "closing", "drained", "closed", "failed"),
+            *("fetching", "fetched"),
+        ),
+        "decode": (
+            *("reserved", "bound", "local", "committed", "active", "quarantined", "closed"),
+            *("lending", PUSHING),
+        ),
         "unified": ("reserved", "local", "closed"),
     }
 )
-"""States of a handoff, by role, in the words of the send and the receive table."""
+"""States of a handoff, by role, in the words of the send and the receive table; and of a fetch."""
 
 _OF_ALL = ("RequestFailed", "PrefixReport", "Cancel", "PeerGone", "Drain", "ReportPrefixes")
 MESSAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -4,6 +4,8 @@
                           |                      |                                   |
                           '------- given up (Cancel, CloseHandoff, deadline, failure) '--> closing --CloseReport--> gone
 
+Where the request says so, what its decode worker has of the prompt is fetched first (`fetch_in`).
+
 Source blocks are released when every push is DONE, and not before: a posted write reads them whatever was cancelled.
 Where a push ended in an error they are quarantined until the target is proven gone.
 """
@@ -11,13 +13,10 @@ Where a push ended in an error they are quarantined until the target is proven g
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from kvtransfer.commands import (
     Close,
     CloseReport,
-    Command,
     CommitHandoff,
     CrowdChanged,
     HandoffDrained,
@@ -35,7 +34,7 @@ from kvtransfer.handoff import SendState
 from kvtransfer.manifest import coalesce
 from loopline.clock import Clock
 from loopline.engine.engine import Engine
-from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.identity import Cause, HandoffKey
 from loopline.kv.block_pool import ids_of
 from loopline.kv.ledger import Allocation
 from loopline.messages import (
@@ -51,49 +50,19 @@ from loopline.messages import (
     RequestFailed,
     StartPrefill,
     TokenRow,
-    WorkerMessage,
 )
-from loopline.request import Request
 from loopline.sched.plan import ChunkDone, StepOutcome
 from loopline.telemetry.logs import about
+from loopline.worker.closings import Closings
 from loopline.worker.deadlines import Deadlines
 from loopline.worker.events import BeginDrain, CloseAsked, CommitAnswered, CommitUndelivered, CoordinatorLost
-from loopline.worker.faults import no_fault
-from prefill_worker.closings import Closings
+from prefill_worker.fetch_in import FetchEvent, FetchIn, FetchPorts
 from prefill_worker.gate import PushGate, parts_of
+from prefill_worker.outgoing import Outgoing, PrefillPorts
 
 logger = logging.getLogger(__name__)
 _SETTLING = (None, Cause.DUPLICATE, Cause.TOMBSTONED, Cause.STALE)
 """Answers to a commit after which nothing is left to do: the decode worker has it, or was told to give it up."""
-
-
-@dataclass(frozen=True)
-class PrefillPorts:
-    """How the core reaches the world; every call returns at once."""
-
-    to_coordinator: Callable[[WorkerMessage], None]
-    to_transfer: Callable[[Command], None]
-    deliver_commit: Callable[[Peer, Commit], None]
-    identity: Callable[[], WorkerId]
-    entered: Callable[[str], None] = no_fault  # hears of every state that a handoff enters
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """One handoff that is being computed or drained. Block indices are the request's own."""
-
-    key: HandoffKey
-    request: Request
-    target: Peer
-    first_block: int
-    target_blocks: tuple[int, ...]
-    began_s: float
-    next_block: int  # first block that no push carries yet
-    pushes: list[PushRange] = field(default_factory=list)
-    descriptors: int = 0
-    cached_tokens: int = 0
-    transport: str = ""
-    is_committed: bool = False
 
 
 class HandoffOut:
@@ -106,17 +75,20 @@ class HandoffOut:
         clock: Clock,
         gate: PushGate | None = None,
         max_push_bytes: int | None = None,
+        push_timeout_s: float = 30.0,
     ) -> None:
         """`gate`: the engine's policy asks it; None: nothing is held back. `max_push_bytes`: of one push, if a block is
-        not larger; None: no bound."""
+        not larger; None: no bound. `push_timeout_s`: how long a fetch may take."""
         self._engine = engine
         self._ports = ports
         self._clock = clock
         self._gate = gate or PushGate()
         self._max_push_blocks = max(1, (max_push_bytes or sys.maxsize) // engine.layout.block_bytes)
         self._deadlines = Deadlines(clock, self._is_outgoing)
-        self._outgoing: dict[str, _Outgoing] = {}
-        self._closings = Closings(engine.ledger, self._gate)
+        self._outgoing: dict[str, Outgoing] = {}
+        self._closings = Closings(engine.ledger, self._gate.linger)
+        fetching = FetchPorts(ports.to_transfer, ports.ask_prefix, ports.ask_close, ports.entered, self._fetched)
+        self._fetches = FetchIn(engine, fetching, clock, push_timeout_s)
         self._unanswered: set[HandoffKey] = set()  # commits that are on their way to decode workers
         self._links: dict[str, PeerConnected] = {}  # target uuid -> its ready link
         self._ignored: Counter[str] = Counter()
@@ -153,6 +125,8 @@ class HandoffOut:
                 self._is_draining = True
             case TransferThreadFailed(error):
                 logger.error("transfer thread: %s", error)
+            case _ if isinstance(event, FetchEvent):
+                self._fetches.handle(event)
             case _:
                 logger.error("prefill worker: no handling for %r", event)
 
@@ -174,6 +148,7 @@ class HandoffOut:
     def tick(self) -> None:
         for key in self._deadlines.take_expired():
             self._give_up_key(key, Cause.DEADLINE, "the request's deadline passed")
+        self._fetches.tick()
 
     @property
     def is_draining(self) -> bool:
@@ -188,10 +163,11 @@ class HandoffOut:
             SendState.CLOSING: len(self._closings.keys),
             SendState.FAILED: self._closings.num_failed,
         }
-        return tuple(sorted((state.value, count) for state, count in counts.items() if count))
+        words = {**{state.value: count for state, count in counts.items()}, **self._fetches.counts()}
+        return tuple(sorted((word, count) for word, count in words.items() if count))
 
     def ignored(self) -> tuple[tuple[str, int], ...]:
-        return tuple(sorted(self._ignored.items()))
+        return tuple(sorted((self._ignored + Counter(dict(self._fetches.ignored()))).items()))
 
     def known(self) -> tuple[HandoffKey, ...]:
         """Those without a commit: afterwards it is the decode worker that must know the request."""
@@ -212,7 +188,7 @@ class HandoffOut:
             self._ports.to_coordinator(RequestFailed(key, cause[0], cause[1]))
             return
         blocks = tuple(ids_of(start.runs))
-        self._outgoing[request_id] = _Outgoing(
+        self._outgoing[request_id] = Outgoing(
             key=key,
             request=start.request,
             target=start.target,
@@ -228,7 +204,7 @@ class HandoffOut:
         self._ports.to_transfer(OpenHandoff(key, start.target.worker, start.first_block, blocks))
 
     def _start_refusal(self, start: StartPrefill) -> tuple[Cause, str] | None:
-        """Why this worker does not take the request; None once the scheduler has it."""
+        """Why this worker does not take the request; None once the scheduler has it, or a prefix is fetched for it."""
         if self._is_draining:
             return Cause.DRAINING, "this worker is draining"
         if start.target.worker.uuid not in self._links:
@@ -237,10 +213,16 @@ class HandoffOut:
         granted = start.first_block + sum(run.count for run in start.runs)
         if granted != needed:
             return Cause.INTERNAL, f"{granted} blocks are granted and the prompt has {needed}"
+        if start.fetches and self._fetches.begin(start.key, start.request, start.target, start.first_block):
+            return None
         cause = self._engine.scheduler.submit(start.request)
         return None if cause is None else (cause, f"{start.request.num_known_tokens} prompt tokens")
 
-    def _push(self, out: _Outgoing, chunk: ChunkDone) -> None:
+    def _fetched(self, key: HandoffKey, num_blocks: int) -> None:
+        if self._is_outgoing(key):
+            self._outgoing[key.request_id].fetched_blocks = num_blocks
+
+    def _push(self, out: Outgoing, chunk: ChunkDone) -> None:
         """Push the blocks that this chunk completed, in as many pushes as their size asks for; with the last chunk the
         partial last block too."""
         out.cached_tokens = chunk.num_cached
@@ -257,7 +239,7 @@ class HandoffOut:
             out.descriptors += len(coalesce(source, target))
             self._ports.to_transfer(Push(out.key, part, source))
 
-    def _first_token(self, out: _Outgoing, row: TokenRow) -> None:
+    def _first_token(self, out: Outgoing, row: TokenRow) -> None:
         num_blocks = sum(part.num_blocks for part in out.pushes)
         stats = HandoffStats(
             pushes=len(out.pushes),
@@ -266,10 +248,12 @@ class HandoffOut:
             transport=out.transport,
             prefill_s=self._clock.now_s() - out.began_s,
             cached_tokens=out.cached_tokens,
+            fetched_bytes=out.fetched_blocks * self._engine.layout.block_bytes,
         )
         self._ports.to_coordinator(Prefilled(out.key, out.request.attempt, row, stats))
-        text = "prefilled %d tokens (%d cached) in %.3f s, %d pushes to %s"
-        numbers = out.request.num_known_tokens, out.cached_tokens, stats.prefill_s, stats.pushes, out.target.name
+        text = "prefilled %d tokens (%d cached, %d blocks of them fetched) in %.3f s, %d pushes to %s"
+        found = out.cached_tokens, out.fetched_blocks
+        numbers = out.request.num_known_tokens, *found, stats.prefill_s, stats.pushes, out.target.name
         logger.info(text, *numbers, extra=about(out.key.request_id))
         if row.finish is not None:  # the answer is whole: nothing is left to decode, the reservation is not needed
             self._give_up(out)
@@ -333,12 +317,13 @@ class HandoffOut:
             logger.warning("given up: %s: %s", cause, detail, extra=about(key.request_id))
             self._ports.to_coordinator(RequestFailed(key, cause, detail))
 
-    def _give_up(self, out: _Outgoing) -> None:
+    def _give_up(self, out: Outgoing) -> None:
         del self._outgoing[out.key.request_id]
         self._gate.leave(out.key.request_id)
+        self._fetches.end(out.key)
         self._close(out, self._engine.scheduler.remove(out.key.request_id))
 
-    def _close(self, out: _Outgoing, allocation: Allocation | None) -> None:
+    def _close(self, out: Outgoing, allocation: Allocation | None) -> None:
         if allocation is not None:
             self._closings.begin(out.key, out.target.worker, allocation)
         self._ports.entered(SendState.CLOSING)
@@ -377,5 +362,6 @@ class HandoffOut:
                     self._gate.num_peers = len(self._links)
                 if proven:
                     self._ports.to_transfer(RemovePeer(worker))
+                self._fetches.source_gone(worker, proven)
             case PeerRemoved(worker):
                 self._closings.target_removed(worker)

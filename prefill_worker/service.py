@@ -1,8 +1,10 @@
-"""The prefill worker's gRPC side: pairing with decode workers, delivering commits, answering CloseHandoff."""
+"""The prefill worker's gRPC side: pairing with decode workers, delivering commits, asking for prefixes, answering
+CloseHandoff."""
 
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -10,24 +12,17 @@ import grpc.aio
 
 from kvtransfer.commands import Command, ConnectPeer, PeerConnectFailed
 from loopline.errors import PeerLost
-from loopline.identity import Peer, WorkerId
-from loopline.messages import (
-    CloseHandoff,
-    CloseState,
-    Commit,
-    CommitAnswer,
-    Connect,
-    Connected,
-    HandoffClosed,
-)
+from loopline.fetch_messages import FetchPrefix, PrefixSent
+from loopline.identity import Cause, Peer, WorkerId
+from loopline.messages import Commit, CommitAnswer, Connect, Connected
 from loopline.telemetry.logs import about
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
-from loopline.worker.events import CloseAsked, CommitAnswered, CommitUndelivered
-from loopline.worker.peer_calls import Answer, PeerCalls, describe
+from loopline.worker.events import CommitAnswered, CommitUndelivered, PrefixAnswered
+from loopline.worker.peer_calls import PeerCalls, describe
+from loopline.worker.writers import answer_close
 
 logger = logging.getLogger(__name__)
-_CLOSE_POLL_S = 5.0
 _CONNECT_TIMEOUT_S = 10.0
 _COMMIT_LIMIT_S = 10.0
 _COMMIT_RETRY_S = 0.1
@@ -41,23 +36,8 @@ class PrefillPeering(cluster_pb2_grpc.PeeringServicer):
         self._to_engine = to_engine
 
     async def CloseHandoff(self, request: Any, context: Any) -> Any:
-        """Long poll: answers when nothing of the handoff can be written any more, or PENDING after a while.
-
-        A process answers for itself alone: that another one, once at this address, has closed is not ours to say.
-        """
-        close = convert.from_proto(CloseHandoff, request)
-        me = self._identity()
-        if close.writer.uuid != me.uuid:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION, f"this is worker {me.uuid}, not the writer {close.writer.uuid}"
-            )
-        answer: Answer[HandoffClosed] = Answer()
-        self._to_engine(CloseAsked(close, answer.give))
-        try:
-            closed = await answer.wait(_CLOSE_POLL_S)
-        except TimeoutError:
-            closed = HandoffClosed(close.key, CloseState.PENDING)
-        return convert.to_proto(closed)
+        """Of a handoff that this worker writes."""
+        return await answer_close(request, context, self._identity(), self._to_engine)
 
 
 class DecodePeers:
@@ -82,6 +62,21 @@ class DecodePeers:
     def deliver_commit(self, peer: Peer, commit: Commit) -> None:
         """Bring a commit to its decode worker; any thread."""
         self._calls.start(self._deliver(peer, commit))
+
+    def ask_prefix(self, peer: Peer, fetch: FetchPrefix) -> None:
+        """Have a decode worker push what it has cached; any thread."""
+        self._calls.start(self._ask_prefix(peer, fetch))
+
+    async def _ask_prefix(self, peer: Peer, fetch: FetchPrefix) -> None:
+        """However it ends, the engine thread hears of it."""
+        sent = PrefixSent(fetch.key, peer.worker, cause=Cause.PEER_LOST, detail=f"{peer.name} was not asked")
+        try:
+            answer = await self._calls.stub(peer).FetchPrefix(convert.to_proto(fetch), timeout=fetch.limit_s)
+            sent = convert.from_proto(PrefixSent, answer)
+        except (grpc.aio.AioRpcError, PeerLost, ValueError) as error:
+            sent = replace(sent, detail=f"{peer.name}: {describe(error)}")
+        finally:
+            self._to_engine(PrefixAnswered(sent))
 
     async def _connect(self, peer: Peer) -> None:
         try:

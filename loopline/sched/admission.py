@@ -89,10 +89,9 @@ class Admission:
         return Entry.of(request, self._digests(request))
 
     def put_back(self, entry: Entry) -> None:
-        """An entry that was preempted waits in front of all others."""
+        """An entry whose blocks were taken from it waits in front of all others."""
         entry.phase, entry.allocation = Phase.WAITING, None
         entry.num_computed = entry.num_planned = entry.num_cached = 0
-        self.num_preempted += 1
         self._news += 1
         self._waiting.push_front(entry)
 

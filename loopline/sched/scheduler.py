@@ -40,6 +40,7 @@ from loopline.sched.plan import (
 )
 from loopline.sched.policy import RolePolicy
 from loopline.sched.prefill_group import PrefillGroup
+from loopline.sched.reservations import Reservations
 from loopline.sched.share import TILES, PromptShare, RowSteps
 from loopline.settings import SchedulerSettings
 
@@ -71,7 +72,7 @@ class Scheduler:
         self._prefilling = PrefillGroup(ledger, settings, self.share, policy)
         self._decoding: dict[int, DecodeGroup] = {}  # by depth
         self._num_held = 0
-        self._reserved: dict[Allocation, Entry] = {}
+        self.reserved = Reservations(ledger, self._admission)
         self._step = 0
         self._in_flight: deque[StepPlan] = deque()
 
@@ -90,7 +91,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold blocks, reserved ones included."""
-        return len(self._running) + len(self._reserved)
+        return len(self._running) + len(self.reserved)
 
     @property
     def num_waiting(self) -> int:
@@ -114,8 +115,7 @@ class Scheduler:
     def token_loops(self) -> int:
         """Work that is queued, reserved and running, counted to each request's most tokens."""
         running = sum(entry.token_loops_left() for entry in self._running.values() if entry.phase is not Phase.HELD)
-        reserved = sum(entry.request.params.max_tokens * entry.depth for entry in self._reserved.values())
-        return running + reserved + self._admission.token_loops
+        return running + self.reserved.token_loops + self._admission.token_loops
 
     # ---- intake
 
@@ -128,19 +128,11 @@ class Scheduler:
     def reserve(self, request: Request) -> Allocation | Cause:
         """Hold blocks now for a request whose prompt's KV will arrive or be computed here, or say why not. Cached
         blocks are shared: `ledger.written_tokens` says how much of the prompt is there already."""
-        if self._admission.never_fits(request):
-            return Cause.TOO_LARGE
-        if self.num_running >= self._settings.max_running:
-            return Cause.NO_ROOM
-        entry = self._admission.reserve(request)
-        if entry is None or entry.allocation is None:
-            return Cause.NO_ROOM
-        self._reserved[entry.allocation] = entry
-        return entry.allocation
+        return self.reserved.hold(request, is_full=self.num_running >= self._settings.max_running)
 
     def unreserve(self, allocation: Allocation) -> None:
         """Forget a reservation; its blocks are the caller's to release or quarantine."""
-        del self._reserved[allocation]
+        self.reserved.take(allocation)
 
     def activate(self, allocation: Allocation, first: TokenRow) -> TokenRow:
         """Run a reserved request whose known tokens' KV is all there: `first` is the token sampled after them.
@@ -148,10 +140,11 @@ class Scheduler:
         The KV counts as written to the request's depth from here on, and whole blocks of it can be found. Returns
         `first`, to be sent on like any row.
         """
-        entry, num_known = self._reserved[allocation], self._reserved[allocation].request.num_known_tokens
+        entry = self.reserved.find(allocation)
+        num_known = entry.request.num_known_tokens
         if first.token_id is None or first.finish is not None:
             raise InvariantBroken(f"request {first.request_id} ended with its first token and cannot be activated")
-        del self._reserved[allocation]
+        self.reserved.take(allocation)
         self._ledger.mark_written(allocation, entry.num_cached, num_known - entry.num_cached, entry.depth)
         entry.num_computed = entry.num_planned = num_known
         entry.token_ids.append(first.token_id)
@@ -160,12 +153,17 @@ class Scheduler:
         self._publish(entry)
         return first
 
-    def start_reserved(self, allocation: Allocation) -> None:
-        """Run a reserved request whose known tokens are computed here, but for those that are cached."""
-        entry = self._reserved.pop(allocation)
+    def start_reserved(self, allocation: Allocation, num_arrived: int = 0) -> None:
+        """Run a reserved request whose known tokens are computed here, but for those that are cached and for the first
+        `num_arrived`, whose KV has come from another worker: it counts as written, and as found."""
+        entry = self.reserved.take(allocation)
+        if num_arrived > entry.num_cached:
+            self._ledger.mark_written(allocation, entry.num_cached, num_arrived - entry.num_cached, entry.depth)
+            entry.num_cached = entry.num_computed = entry.num_planned = num_arrived
         entry.phase = Phase.PREFILL
         self._running[entry.request.request_id] = entry
         self._prefilling.add(entry)
+        self._publish(entry)
 
     def remove(self, request_id: str) -> Allocation | None:
         """Take a request out whatever its phase. Its allocation is the caller's to release; None if it held nothing."""
@@ -248,6 +246,7 @@ class Scheduler:
                 self._stop(entry)
                 self._ledger.release(entry.allocation)
                 self._admission.put_back(entry)
+                self._admission.num_preempted += 1
                 return
         raise InvariantBroken("no block is free and nothing that runs can step back")
 

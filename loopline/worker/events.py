@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from loopline.fetch_messages import FetchPrefix, PrefixSent
 from loopline.identity import Cause, HandoffKey, WorkerId
 from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed
 
@@ -43,8 +44,23 @@ class CommitUndelivered:
 
 
 @dataclass(frozen=True)
+class FetchAsked:
+    """A prefill worker's FetchPrefix; `answer` may be called from any thread, once."""
+
+    fetch: FetchPrefix
+    answer: Callable[[PrefixSent], None]
+
+
+@dataclass(frozen=True)
+class PrefixAnswered:
+    """The answer to our FetchPrefix, or in its place why there is none."""
+
+    sent: PrefixSent
+
+
+@dataclass(frozen=True)
 class CloseAsked:
-    """A decode worker's CloseHandoff; `answer` may be called from any thread, once."""
+    """A peer's CloseHandoff, of what this worker writes; `answer` may be called from any thread, once."""
 
     close: CloseHandoff
     answer: Callable[[HandoffClosed], None]
@@ -52,7 +68,7 @@ class CloseAsked:
 
 @dataclass(frozen=True)
 class WriterClosed:
-    """A prefill worker's final answer to our CloseHandoff."""
+    """A writer's final answer to our CloseHandoff."""
 
     key: HandoffKey
     writer: WorkerId

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import Metric
 
-from kvtransfer.handoff import ReceiveState, SendState
+from kvtransfer.handoff import FetchState, ReceiveState, SendState
 from kvtransfer.push_counts import PushCounts, PushResult
 from loopline.engine.engine import Engine
 from loopline.engine.step_counts import TokenPhase
 from loopline.errors import AddressInUse
 from loopline.identity import BudgetCounts, Cause, Role, WorkerLoad
-from loopline.messages import Granted, LocalPrefillStarted, RequestFailed, Reserved, WorkerMessage
+from loopline.messages import Granted, LocalPrefillStarted, Prefilled, RequestFailed, Reserved, WorkerMessage
 from loopline.telemetry import catalogue
 from loopline.telemetry.exposition import METRICS_PATH, MetricsServer
 from loopline.telemetry.metrics import FromCall, count_of, counts_by, histogram_of, registry_of, value_of
@@ -23,14 +23,20 @@ from loopline.wire.channel import join_address
 logger = logging.getLogger(__name__)
 _BLOCK_STATES = ("free", "held", "cached", "quarantined")
 _LASTING = {
-    Role.PREFILL: (SendState.OPEN, SendState.COMMITTED, SendState.CLOSING, SendState.FAILED),
-    Role.DECODE: (ReceiveState.RESERVED, ReceiveState.BOUND, ReceiveState.COMMITTED, ReceiveState.QUARANTINED),
+    Role.PREFILL: (
+        *(SendState.OPEN, SendState.COMMITTED, SendState.CLOSING, SendState.FAILED),
+        *(FetchState.FETCHING, ReceiveState.QUARANTINED),
+    ),
+    Role.DECODE: (
+        *(ReceiveState.RESERVED, ReceiveState.BOUND, ReceiveState.COMMITTED, ReceiveState.QUARANTINED),
+        *(FetchState.LENDING, SendState.CLOSING, SendState.FAILED),
+    ),
     Role.UNIFIED: (ReceiveState.RESERVED,),
 }
-"""States that a handoff stays in for a while."""
+"""States that a handoff or a fetch stays in for a while."""
 _STATES: dict[Role, tuple[str, ...]] = {
-    Role.PREFILL: tuple(SendState),
-    Role.DECODE: tuple(ReceiveState),
+    Role.PREFILL: (*SendState, FetchState.FETCHING, FetchState.FETCHED),
+    Role.DECODE: (*ReceiveState, FetchState.LENDING),
     Role.UNIFIED: (ReceiveState.RESERVED, ReceiveState.LOCAL, ReceiveState.CLOSED),
 }
 
@@ -74,6 +80,7 @@ class WorkerMetrics:
         self._entered: Counter[str] = Counter()
         self._given_up: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
+        self._fetched_bytes = 0
 
     def sending(self, send: Callable[[WorkerMessage], None]) -> Callable[[WorkerMessage], None]:
         """`send`, with what it is given counted."""
@@ -83,6 +90,8 @@ class WorkerMetrics:
                 self._given_up[message.cause] += 1
             elif isinstance(message, Reserved | Granted | LocalPrefillStarted) and message.cause is not None:
                 self._refusals[message.cause] += 1
+            elif isinstance(message, Prefilled):
+                self._fetched_bytes += message.stats.fetched_bytes
             send(message)
 
         return count_and_send
@@ -112,6 +121,7 @@ class WorkerMetrics:
         yield counts_by(catalogue.IGNORED, Cause, dict(load.ignored))
         if load.budget is not None:
             yield from _collect_pushes(self._read_pushes(), load.budget)
+            yield value_of(catalogue.FETCHED_BYTES, self._fetched_bytes)
 
     def _collect_steps(self) -> Iterator[Metric]:
         steps = self._steps

@@ -4,6 +4,7 @@ core and what the core sends says where each request is. A worker without an end
     prefill   from StartPrefill to the first token             a prefill worker
               from StartLocalPrefill to the first token        a decode worker that computes the prompt itself
     handoff   from the first push until the last one is done   a prefill worker
+    fetch     from the first push of cached blocks until the last one is done    a decode worker
     decode    from the first token to the last one             a decode worker
 """
 
@@ -116,18 +117,16 @@ class WorkerTraces:
                 if way is not None and not way.spans:
                     self._start_prefill(way)
             case HandoffDrained(key, cost):
-                self._end(
+                self._pushed(
                     key,
-                    "handoff",
+                    "",
                     pushes=cost.pushes,
                     descriptors=cost.descriptors,
                     num_bytes=cost.num_bytes,
                     transport=cost.transport,
                 )
-                self._forget(key)
             case CloseReport(key, state, _):
-                self._end(key, "handoff", state if state is CloseState.FAILED else "")
-                self._forget(key)
+                self._pushed(key, state if state is CloseState.FAILED else "")
             case Cancel(key, cause):
                 self._cancelled(key, cause)
             case CoordinatorLost():
@@ -152,8 +151,18 @@ class WorkerTraces:
 
     def _pushes(self, push: Push) -> None:
         way = self._way(push.key)
-        if way is not None and "handoff" not in way.spans:
-            self._start(way, "handoff")
+        name = "fetch" if push.key.request_id in self._reserved else "handoff"
+        if way is not None and name not in way.spans:
+            self._start(way, name)
+
+    def _pushed(self, key: HandoffKey, error: str, **attributes: Value) -> None:
+        """The last push has ended: the end of a prefill worker's part, and of a fetch on a decode worker."""
+        way = self._way(key)
+        if way is not None and "fetch" in way.spans:
+            self._end(key, "fetch", error, **attributes)
+        elif key.request_id not in self._reserved:
+            self._end(key, "handoff", error, **attributes)
+            self._forget(key)
 
     def _rows(self, rows: tuple[TokenRow, ...]) -> None:
         if not self._ways:

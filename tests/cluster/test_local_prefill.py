@@ -1,4 +1,4 @@
-"""A conversation whose second turn is prefilled on the decode worker, which has the first one's KV; and a third
+"""A conversation whose turns are prefilled on the decode worker, which has the KV of those before; and a third one
 whose decode worker is killed as it begins to. Tokens are those of one engine without a cache; nothing stays held."""
 
 from pathlib import Path
@@ -12,11 +12,10 @@ from tests.support.faulty import faulty, has_committed, is_ready
 from tests.support.golden import SMALL
 
 BLOCK = 16
-BELOW_TOKENS = 2 * BLOCK
 FIRST, REST, ANSWER = 5 * BLOCK + 3, 5, 20
 GROUPS: dict[str, dict[str, object]] = {
     "kv": {"prefix_cache": True},
-    "routing": {"local_prefill_below_tokens": BELOW_TOKENS},
+    "routing": {"prefix_source": "local"},
 }
 
 
@@ -28,39 +27,39 @@ def test_a_conversation_stays_on_its_decode_worker(tmp_path: Path) -> None:
     engine = LocalEngine(EngineSettings(model_path=str(SMALL), dtype="fp32", num_blocks=64, prefix_cache="off"))
     prompt = prompt_of(1, FIRST)
     with faulty(
-        tmp_path, {"worker": "decode-0", "do": "kill", "at": "local", "nth": 2}, checkpoint=SMALL, **GROUPS
+        tmp_path, {"worker": "decode-0", "do": "kill", "at": "local", "nth": 3}, checkpoint=SMALL, **GROUPS
     ) as cluster:
         pid = cluster.workers()["decode-0"].pid
         first = ask(cluster, prompt)
         assert first.token_ids == alone(engine, prompt, ANSWER)
-        check(first, "prefill-0", cached=0)
-        assert first.finished is not None and first.finished.handoff.pushes > 0
+        check(first, cached=0)
 
         prompt += first.token_ids + prompt_of(2, REST)
         second = ask(cluster, prompt)
         assert second.token_ids == alone(engine, prompt, ANSWER)
-        check(second, "decode-0", cached=(FIRST + ANSWER - 1) // BLOCK * BLOCK)
+        check(second, cached=(FIRST + ANSWER - 1) // BLOCK * BLOCK)
         assert second.finished is not None and second.finished.handoff.num_bytes == 0
         cluster.wait_idle()
         assert cluster.workers()["decode-0"].blocks.cached > 0
 
         prompt += second.token_ids + prompt_of(3, REST)
         third = ask(cluster, prompt)  # its decode worker is killed
-        assert has_committed(tmp_path, "decode-0", "kill at local 2")
+        assert has_committed(tmp_path, "decode-0", "kill at local 3")
         assert third.token_ids == alone(engine, prompt, ANSWER)
-        assert third.finished is not None and third.finished.route.prefill == "prefill-0"
+        check(third, cached=0)
         wait_until(lambda: is_ready(cluster, "decode-0", but_pid=pid), "it was started again")
 
         prompt += third.token_ids + prompt_of(4, REST)
         fourth = ask(cluster, prompt)
         assert fourth.token_ids == alone(engine, prompt, ANSWER)
-        check(fourth, "decode-0", cached=(len(prompt) - REST - 1) // BLOCK * BLOCK)
+        check(fourth, cached=(len(prompt) - REST - 1) // BLOCK * BLOCK)
         cluster.wait_idle()
     engine.close()
 
 
-def check(answer: Completion, prefill: str, cached: int) -> None:
-    """Who computed the prompt, and how much of it was there."""
+def check(answer: Completion, cached: int) -> None:
+    """The decode worker computed the prompt, and that much of it was there."""
     assert answer.finished is not None
-    assert (answer.finished.route.prefill, answer.finished.route.decode) == (prefill, "decode-0")
+    route = answer.finished.route
+    assert (route.prefill, route.decode, route.prefix_source) == ("decode-0", "decode-0", "local")
     assert answer.finished.usage.cached_tokens == cached

@@ -94,7 +94,9 @@ class Target:
             make_agent, span_of(engine), settings=settings, codec=CODEC, clock=clock, on_event=self._take
         )
         self.metadata = self.thread.start().metadata.hex()
-        ports = DecodePorts(self.said.append, self.thread.submit, lambda key, writer: None)
+        ports = DecodePorts(
+            self.said.append, self.thread.submit, lambda key, writer: None, lambda: WorkerId("target", 1)
+        )
         self.core = HandoffIn(engine, ports, clock)
         self.bytes: NDArray[np.uint8] = engine.arena.tensor.numpy().view(np.uint8).reshape(NUM_BLOCKS + 1, -1)
         self.bytes[:] = GUARD

@@ -72,8 +72,10 @@ class Answers:
 class Script:
     """A coordinator that says the right next thing to each answer, into channels that the test delivers."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, fetches: bool = False) -> None:
+        """`fetches`: the prefill worker fetches what the decode worker has before it computes."""
         self.pair = pair
+        self.fetches = fetches
         self.to_prefill: deque[CoordinatorMessage] = deque()
         self.to_decode: deque[CoordinatorMessage] = deque()
         self.requests: dict[str, Request] = {}
@@ -106,7 +108,8 @@ class Script:
                 self.failed[key.request_id] = cause
             case Granted(key, _, first, runs, None) if key.request_id not in self.cancelled:
                 request, peer = self.requests[key.request_id], self.pair.decode_peer
-                self.to_prefill.append(StartPrefill(key, request, peer, first, runs, DEADLINE_S))
+                fetches = self.fetches
+                self.to_prefill.append(StartPrefill(key, request, peer, first, runs, DEADLINE_S, fetches=fetches))
             case Prefilled(key, _, row):
                 self.row(row)
                 if row.finish is not None:

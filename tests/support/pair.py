@@ -7,19 +7,40 @@ from dataclasses import dataclass, field
 
 from decode_worker.handoff_in import DecodePorts, HandoffIn
 from decode_worker.policy import DecodePolicy
-from kvtransfer.commands import Close, Command, CommitHandoff, ConnectPeer, Event, OpenHandoff, Push
+from kvtransfer.commands import (
+    Close,
+    Command,
+    CommitHandoff,
+    ConnectPeer,
+    Event,
+    OpenHandoff,
+    Push,
+    Quiesce,
+    RemovePeer,
+)
 from kvtransfer.local_agent import LocalAgent, LocalHub
 from kvtransfer.receiver import Receiver
 from kvtransfer.region import ArenaSpan, RegisteredRegion
 from kvtransfer.sender import Sender
 from loopline.clock import Clock, MonotonicClock
 from loopline.engine.engine import Engine
-from loopline.identity import HandoffKey, Peer, WorkerId
+from loopline.fetch_messages import FetchPrefix, PrefixSent
+from loopline.identity import Cause, HandoffKey, Peer, RegionManifest, WorkerId
 from loopline.messages import CloseHandoff, CloseState, Commit, CommitAnswer, HandoffClosed, WorkerMessage
 from loopline.settings import EngineSettings, SchedulerSettings
 from loopline.wire.convert import decode_push_notice, encode_push_notice
-from loopline.worker.events import CloseAsked, CommitAnswered, CommitReceived, CommitUndelivered, WriterClosed
-from prefill_worker.handoff_out import HandoffOut, PrefillPorts
+from loopline.worker.events import (
+    CloseAsked,
+    CommitAnswered,
+    CommitReceived,
+    CommitUndelivered,
+    FetchAsked,
+    PrefixAnswered,
+    WriterClosed,
+)
+from prefill_worker.fetch_in import Wanted
+from prefill_worker.handoff_out import HandoffOut
+from prefill_worker.outgoing import PrefillPorts
 from prefill_worker.policy import PrefillPolicy
 from tests.support.golden import GOLDEN
 
@@ -49,15 +70,20 @@ def span_of(engine: Engine) -> ArenaSpan:
 
 @dataclass
 class Channels:
-    """Everything that is on its way. Each deque is one ordered channel; commits and closes are unordered lists."""
+    """Everything that is on its way. Each deque is one ordered channel; commits, closes and fetches are unordered
+    lists. Closes are of handoffs, `fetch_closes` of fetches."""
 
     from_prefill: deque[WorkerMessage] = field(default_factory=deque)
     from_decode: deque[WorkerMessage] = field(default_factory=deque)
     commands: deque[Command] = field(default_factory=deque)
-    decode_commands: list[Command] = field(default_factory=list)  # kept, not carried out
+    decode_commands: deque[Command] = field(default_factory=deque)
     commits: list[Commit] = field(default_factory=list)
     closes: list[HandoffKey] = field(default_factory=list)
     close_answers: list[HandoffClosed] = field(default_factory=list)
+    fetches: list[FetchPrefix] = field(default_factory=list)
+    fetch_answers: list[PrefixSent] = field(default_factory=list)
+    fetch_closes: list[HandoffKey] = field(default_factory=list)
+    fetch_close_answers: list[HandoffClosed] = field(default_factory=list)
     prefill_events: deque[Event] = field(default_factory=deque)
     decode_events: deque[Event] = field(default_factory=deque)
 
@@ -82,7 +108,7 @@ class Pair:
         self.clock = clock = clock or MonotonicClock()
         self._prefill_agent = LocalAgent(self.prefill_peer.worker.agent_name, hub)
         self._decode_agent = LocalAgent(self.decode_peer.worker.agent_name, hub)
-        source = RegisteredRegion(self._prefill_agent, span_of(prefill_engine)).manifest
+        self._source = source = RegisteredRegion(self._prefill_agent, span_of(prefill_engine)).manifest
         target = RegisteredRegion(self._decode_agent, span_of(decode_engine)).manifest
         self.sender = Sender(
             self._prefill_agent,
@@ -94,15 +120,30 @@ class Pair:
             read_blocks=prefill_engine.arena.read_blocks if verify else None,
         )
         self.receiver = Receiver(self._decode_agent, decode_push_notice, clock, self.channels.decode_events.append)
+        self.decode_sender = Sender(
+            self._decode_agent,
+            target,
+            encode_push_notice,
+            PUSH_TIMEOUT_S,
+            clock,
+            self.channels.decode_events.append,
+            read_blocks=decode_engine.arena.read_blocks if verify else None,
+        )
+        self.prefill_receiver = Receiver(
+            self._prefill_agent, decode_push_notice, clock, self.channels.prefill_events.append
+        )
         self.prefill = HandoffOut(
             prefill_engine,
             PrefillPorts(
                 to_coordinator=self.channels.from_prefill.append,
                 to_transfer=self.channels.commands.append,
                 deliver_commit=lambda peer, commit: self.channels.commits.append(commit),
+                ask_prefix=self._ask_prefix,
+                ask_close=lambda key, writer: self.channels.fetch_closes.append(key),
                 identity=lambda: self.prefill_peer.worker,
             ),
             clock,
+            push_timeout_s=PUSH_TIMEOUT_S,
         )
         self.decode = HandoffIn(
             decode_engine,
@@ -110,14 +151,21 @@ class Pair:
                 to_coordinator=self.channels.from_decode.append,
                 to_transfer=self.channels.decode_commands.append,
                 ask_close=lambda key, writer: self.channels.closes.append(key),
+                identity=lambda: self.decode_peer.worker,
             ),
             clock,
             PUSH_TIMEOUT_S,
         )
         self._connect(target)
 
-    def _connect(self, target: object) -> None:
-        self.sender.connect(ConnectPeer(self.decode_peer, self._decode_agent.metadata(), target))  # type: ignore[arg-type]
+    def _ask_prefix(self, source: Peer, wanted: Wanted) -> None:
+        metadata = self._prefill_agent.metadata()
+        key, first, runs, limit_s = wanted.key, wanted.first_block, wanted.runs, wanted.limit_s
+        fetch = FetchPrefix(key, self.prefill_peer, metadata, self._source, first, runs, limit_s)
+        self.channels.fetches.append(fetch)
+
+    def _connect(self, target: RegionManifest) -> None:
+        self.sender.connect(ConnectPeer(self.decode_peer, self._decode_agent.metadata(), target))
         for _ in range(8):
             self.poll_receiver()
             self.poll_sender()
@@ -140,28 +188,64 @@ class Pair:
         return outcome is not None
 
     def carry_out_command(self) -> bool:
-        """The transfer thread takes one command."""
-        if not self.channels.commands:
-            return False
-        command = self.channels.commands.popleft()
-        match command:
-            case OpenHandoff():
-                self.sender.open(command)
-            case Push():
-                self.sender.push(command)
-            case CommitHandoff():
-                self.sender.commit(command)
-            case Close():
-                self.sender.close(command)
-            case _:
-                raise AssertionError(command)
-        return True
+        """The prefill worker's transfer thread takes one command."""
+        return _carry_out(self.channels.commands, self.sender, self.prefill_receiver)
+
+    def carry_out_decode_command(self) -> bool:
+        """The decode worker's does."""
+        return _carry_out(self.channels.decode_commands, self.decode_sender, self.receiver)
 
     def poll_sender(self) -> bool:
         return self.sender.poll()
 
     def poll_receiver(self) -> bool:
         return self.receiver.poll()
+
+    def poll_decode_sender(self) -> bool:
+        return self.decode_sender.poll()
+
+    def poll_prefill_receiver(self) -> bool:
+        return self.prefill_receiver.poll()
+
+    def deliver_fetch(self, index: int = 0) -> bool:
+        """Bring one FetchPrefix over, or an answer back."""
+        answers = self.channels.fetch_answers
+        if answers:
+            self.prefill.handle(PrefixAnswered(answers.pop(index % len(answers))))
+            return True
+        if not self.channels.fetches:
+            return False
+        fetch = self.channels.fetches.pop(index % len(self.channels.fetches))
+        self.decode.handle(FetchAsked(fetch, answers.append))
+        return True
+
+    def lose_fetch(self, index: int = 0) -> bool:
+        """One FetchPrefix never arrives; whoever asked hears that."""
+        if not self.channels.fetches:
+            return False
+        fetch = self.channels.fetches.pop(index % len(self.channels.fetches))
+        writer = self.decode_peer.worker
+        self.prefill.handle(PrefixAnswered(PrefixSent(fetch.key, writer, cause=Cause.PEER_LOST, detail="lost")))
+        return True
+
+    def lose_fetch_answer(self, index: int = 0) -> bool:
+        """One answer never arrives, and nobody says so."""
+        answers = self.channels.fetch_answers
+        return bool(answers) and answers.pop(index % len(answers)) is not None
+
+    def deliver_fetch_close(self, index: int = 0) -> bool:
+        """The same as `deliver_close`, of a fetch: the prefill worker asks the decode worker."""
+        answers = self.channels.fetch_close_answers
+        if answers:
+            closed = answers.pop(index % len(answers))
+            if closed.state is not CloseState.PENDING:
+                self.prefill.handle(WriterClosed(closed.key, self.decode_peer.worker, closed.state))
+            return True
+        if not self.channels.fetch_closes:
+            return False
+        key = self.channels.fetch_closes.pop(index % len(self.channels.fetch_closes))
+        self.decode.handle(CloseAsked(CloseHandoff(key, self.decode_peer.worker), answers.append))
+        return True
 
     def deliver_prefill_events(self) -> bool:
         return self._deliver(self.channels.prefill_events, self.prefill)
@@ -216,12 +300,17 @@ class Pair:
         for _ in range(limit):
             moved = [
                 self.carry_out_command(),
+                self.carry_out_decode_command(),
                 self.poll_receiver(),
                 self.poll_sender(),
+                self.poll_prefill_receiver(),
+                self.poll_decode_sender(),
                 self.deliver_prefill_events(),
                 self.deliver_decode_events(),
                 bool(self.deliver_commit()),
                 self.deliver_close(),
+                self.deliver_fetch(),
+                self.deliver_fetch_close(),
                 self.step_prefill(),
                 self.step_decode(),
             ]
@@ -236,3 +325,27 @@ class Pair:
     def close(self) -> None:
         self._prefill_agent.close()
         self._decode_agent.close()
+
+
+def _carry_out(commands: deque[Command], sender: Sender, receiver: Receiver) -> bool:
+    if not commands:
+        return False
+    command = commands.popleft()
+    match command:
+        case ConnectPeer():
+            sender.connect(command)
+        case OpenHandoff():
+            sender.open(command)
+        case Push():
+            sender.push(command)
+        case CommitHandoff():
+            sender.commit(command)
+        case Close():
+            sender.close(command)
+        case RemovePeer(worker):
+            sender.remove_peer(worker)
+        case Quiesce(worker):
+            receiver.quiesce(worker)
+        case _:
+            raise AssertionError(command)
+    return True

@@ -31,7 +31,8 @@ from loopline.settings import EngineSettings, SchedulerSettings
 from loopline.wire.convert import decode_push_notice, encode_push_notice
 from loopline.worker.events import CommitAnswered
 from prefill_worker.gate import PushGate, parts_of
-from prefill_worker.handoff_out import HandoffOut, PrefillPorts
+from prefill_worker.handoff_out import HandoffOut
+from prefill_worker.outgoing import PrefillPorts
 from prefill_worker.policy import PrefillPolicy
 from tests.support.golden import GOLDEN
 from tests.unit.worker.clocks import OwnClock
@@ -96,6 +97,8 @@ class Worker:
             to_coordinator=self.said.append,
             to_transfer=self.commands.append,
             deliver_commit=lambda peer, commit: self.commits.append(commit),
+            ask_prefix=lambda source, wanted: None,
+            ask_close=lambda key, writer: None,
             identity=lambda: WorkerId(name, 1),
         )
         self.core = HandoffOut(engine, ports, self.clock, gate, self.limits.push_bytes)

@@ -12,7 +12,7 @@ import yaml
 
 from kvtransfer.agent import TransferAgent
 from kvtransfer.faulty_agent import FaultyAgent
-from kvtransfer.handoff import ReceiveState, SendState
+from kvtransfer.handoff import FetchState, ReceiveState, SendState
 from kvtransfer.local_agent import LocalAgent, LocalHub
 from loopline.config import load_config
 from loopline.errors import ConfigError
@@ -89,9 +89,8 @@ def test_there_are_none_by_default(tmp_path: Path) -> None:
     ("fault", "expected"),
     [
         ({"worker": "decode-1", "do": "kill"}, "faults.0.worker is 'decode-1'; allowed: prefill-0, decode-0"),
-        ({"worker": "decode-0", "do": "explode"}, "faults.0.do is 'explode'; allowed: drop_notice, "),
-        ({"worker": "decode-0", "do": "fail_push"}, "faults.0.do is 'fail_push'; allowed: drop_notice, "),
-        ({"worker": "prefill-0", "do": "drop_notice"}, "faults.0.do is 'drop_notice'; allowed: fail_push, "),
+        ({"worker": "decode-0", "do": "explode"}, "faults.0.do is 'explode'; allowed: fail_push, "),
+        ({"worker": "prefill-0", "do": "drop_notices"}, "faults.0.do is 'drop_notices'; allowed: fail_push, "),
         (
             {"worker": "decode-0", "do": "kill", "at": "open"},
             "faults.0.at is 'open'; allowed: a whole number, at least",
@@ -157,8 +156,10 @@ def test_a_section_that_is_no_list_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_words_are_those_of_the_tables_and_messages() -> None:
-    assert set(STATES["prefill"]) == {state.value for state in SendState} | {PUSHING}
-    assert set(STATES["decode"]) == {state.value for state in ReceiveState}
+    lending = {FetchState.LENDING.value}
+    fetching = {state.value for state in FetchState} - lending
+    assert set(STATES["prefill"]) == {state.value for state in SendState} | {PUSHING} | fetching
+    assert set(STATES["decode"]) == {state.value for state in ReceiveState} | {PUSHING} | lending
     spoken = {kind.__name__ for kind in (*typing.get_args(WorkerMessage), *typing.get_args(CoordinatorMessage))}
     named = set(MESSAGES["prefill"]) | set(MESSAGES["decode"])
     assert spoken - named == {"Register", "Welcome", "Rejected", "Heartbeat"}

@@ -229,7 +229,7 @@ def test_a_gone_writer_is_not_asked_but_polled_to_quiescence(pair: Pair) -> None
     assert isinstance(clock, OwnClock)
     grant(pair)
     pair.decode.handle(PeerGone(pair.prefill_peer.worker, proven=True))
-    assert pair.channels.decode_commands == [Quiesce(pair.prefill_peer.worker)]
+    assert list(pair.channels.decode_commands) == [Quiesce(pair.prefill_peer.worker)]
     pair.channels.closes.clear()
     clock.time_s += ASK_AGAIN_S
     pair.decode.tick()

@@ -8,7 +8,6 @@ import grpc
 import grpc.aio
 import pytest
 
-from decode_worker.service import Writers
 from loopline.errors import PeerLost
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import CloseState, Commit, CommitAnswer, HandoffClosed, TokenRow
@@ -17,6 +16,7 @@ from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.wire.channel import bind, server_options
 from loopline.worker.events import CommitAnswered, CommitUndelivered, WriterClosed
 from loopline.worker.peer_calls import Answer, PeerCalls
+from loopline.worker.writers import Writers
 from prefill_worker.service import DecodePeers
 
 KEY = HandoffKey("r", 1)

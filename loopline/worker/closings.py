@@ -1,14 +1,14 @@
 """Handoffs that were given up, from the side of their source blocks: in use until the last handle has ended, and in
-quarantine where one ended in an error, until the target is proven gone. Engine thread only; `HandoffOut` owns it.
+quarantine where one ended in an error, until the target is proven gone. Engine thread only; whoever writes into other
+workers' blocks owns one: a prefill worker for handoffs, a decode worker for fetches.
 """
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from loopline.identity import HandoffKey, WorkerId
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.messages import CloseState
-from prefill_worker.gate import PushGate
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,17 @@ class _Closing:
     allocation: Allocation
 
 
-class Closings:
-    """Invariant: blocks of a handoff are held until it has `ended`, and counted for its peer in the gate until then."""
+def nobody_counts(agent_name: str, num_blocks: int) -> None:
+    """What happens with a peer's lingering blocks where no share is kept of them."""
 
-    def __init__(self, ledger: Ledger, gate: PushGate) -> None:
+
+class Closings:
+    """Invariant: blocks of a handoff are held until it has `ended`, and lingering for its peer until then."""
+
+    def __init__(self, ledger: Ledger, linger: Callable[[str, int], None] = nobody_counts) -> None:
+        """`linger` hears of a peer's agent and how many more blocks of it are in use; negative: fewer."""
         self._ledger = ledger
-        self._gate = gate
+        self._linger = linger
         self._closing: dict[HandoffKey, _Closing] = {}
         self._quarantined: dict[str, list[tuple[int, ...]]] = {}  # block ids of each, by target uuid
 
@@ -41,7 +46,7 @@ class Closings:
     def begin(self, key: HandoffKey, target: WorkerId, allocation: Allocation) -> None:
         """It was given up."""
         self._closing[key] = _Closing(target, allocation)
-        self._gate.linger(target.agent_name, len(self._ledger.block_ids(allocation)))
+        self._linger(target.agent_name, len(self._ledger.block_ids(allocation)))
 
     def ended(self, key: HandoffKey, state: CloseState) -> bool:
         """Every handle is terminal. False for a handoff that is not closing here."""
@@ -49,7 +54,7 @@ class Closings:
         if closing is None:
             return False
         block_ids = list(self._ledger.block_ids(closing.allocation))
-        self._gate.linger(closing.target.agent_name, -len(block_ids))
+        self._linger(closing.target.agent_name, -len(block_ids))
         if state is CloseState.CLOSED:
             self._ledger.release(closing.allocation)
         else:

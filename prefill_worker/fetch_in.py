@@ -1,0 +1,219 @@
+"""Fetches, from the side that lacks the KV: before a prompt is computed here, the blocks of it that its decode worker
+has cached and this worker has not are pushed into this arena, by the machinery of handoffs with the roles exchanged.
+
+    begin --> blocks for the whole prompt are held, FetchPrefix --answered, all pushes here--> the rest is computed
+                          |
+                          '-- no answer, another cause, too late --> computed from what is cached here
+                                 blocks that the decode worker may still write: quarantined until it has closed
+
+A fetch that comes to nothing costs its request only time. Which blocks the decode worker may write is `ReceiveTable`'s
+alone; this module carries out its effects. Engine thread only; `HandoffOut` owns it.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvtransfer.commands import Command, PushArrived, Quiesce, Quiesced
+from kvtransfer.handoff import (
+    Activate,
+    AskClose,
+    FetchState,
+    FreeQuarantined,
+    GaveUp,
+    Ignored,
+    PollToQuiescence,
+    Quarantine,
+    ReceiveEffect,
+    ReceiveState,
+    Refused,
+)
+from kvtransfer.receive_table import ReceiveTable
+from kvtransfer.verify import digest_of
+from loopline.clock import Clock
+from loopline.engine.engine import Engine
+from loopline.fetch_messages import PrefixSent
+from loopline.identity import BlockRun, Cause, HandoffKey, Peer, WorkerId
+from loopline.kv.block_pool import runs_of
+from loopline.kv.ledger import Allocation
+from loopline.request import Request
+from loopline.telemetry.logs import about
+from loopline.worker.deadlines import Deadlines
+from loopline.worker.events import PrefixAnswered, WriterClosed
+from loopline.worker.writers import ASK_AGAIN_S
+
+logger = logging.getLogger(__name__)
+FetchEvent = PushArrived | PrefixAnswered | WriterClosed | Quiesced
+"""What of the transfer thread and of peers is about fetches."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to ask a decode worker for: its blocks `first_block`, ... of the request, into `runs` of this arena."""
+
+    key: HandoffKey
+    first_block: int
+    runs: tuple[BlockRun, ...]
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class FetchPorts:
+    """How fetches reach the world; every call returns at once. `landed` hears of each one that is whole, and of the
+    number of its blocks."""
+
+    to_transfer: Callable[[Command], None]
+    ask_prefix: Callable[[Peer, Wanted], None]
+    ask_close: Callable[[HandoffKey, Peer], None]
+    entered: Callable[[str], None]
+    landed: Callable[[HandoffKey, int], None]
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One that is under way. `is_wanted`: its request is to be computed, whatever comes of it."""
+
+    allocation: Allocation
+    first_block: int
+    end_block: int
+    is_wanted: bool = True
+
+
+class FetchIn:
+    """Invariant: a request that is being fetched for holds blocks and is not in the scheduler's hands; when its fetch
+    ends it is, or its blocks are released or in quarantine."""
+
+    def __init__(self, engine: Engine, ports: FetchPorts, clock: Clock, limit_s: float) -> None:
+        """`limit_s`: how long a fetch may take."""
+        self._engine = engine
+        self._ports = ports
+        self._clock = clock
+        self._limit_s = limit_s
+        self._late = Deadlines(clock, lambda key: key in self._fetches)
+        self._ask_again_at_s = clock.now_s()
+        self._table = ReceiveTable()
+        self._fetches: dict[HandoffKey, _Fetch] = {}
+
+    def counts(self) -> dict[str, int]:
+        """Fetches by state, for heartbeats."""
+        quarantined = dict(self._table.counts()).get(ReceiveState.QUARANTINED.value, 0)
+        return {FetchState.FETCHING.value: len(self._fetches), ReceiveState.QUARANTINED.value: quarantined}
+
+    def ignored(self) -> tuple[tuple[str, int], ...]:
+        return self._table.ignored()
+
+    def begin(self, key: HandoffKey, request: Request, source: Peer, end_block: int) -> bool:
+        """Take a request whose blocks up to `end_block` are cached at `source`, and fetch those that are not cached
+        here. False: there are none, or no room now; nothing is held, and to have it computed is the caller's."""
+        scheduler, ledger = self._engine.scheduler, self._engine.ledger
+        if self._table.refusal(key) is not None or len(scheduler.find_cached(request)) >= end_block:
+            return False
+        allocation = scheduler.reserve(request)
+        if isinstance(allocation, Cause):
+            return False
+        first_block = ledger.written_tokens(allocation, request.params.loops) // ledger.block_size
+        block_ids = tuple(ledger.block_ids(allocation)[first_block:end_block])
+        self._fetches[key] = _Fetch(allocation, first_block, end_block)
+        self._carry_out(self._table.reserve(key, first_block, block_ids))
+        if isinstance(self._table.bind(key, source), Refused):  # it is known to be gone
+            self._give_up(key, Cause.PEER_LOST, f"{source.name} is gone")
+            return True
+        self._ports.entered(FetchState.FETCHING)
+        self._late.add(key, self._limit_s)
+        self._ports.ask_prefix(source, Wanted(key, first_block, runs_of(block_ids), self._limit_s))
+        return True
+
+    def end(self, key: HandoffKey) -> None:
+        """The request is not to be computed any more; unknown ones are fine."""
+        fetch = self._fetches.get(key)
+        if fetch is not None:
+            fetch.is_wanted = False
+            self._carry_out(self._table.cancel(key, Cause.CANCELLED))
+
+    def source_gone(self, worker: WorkerId, proven: bool) -> None:
+        """A decode worker left."""
+        self._carry_out(self._table.worker_gone(worker, proven))
+
+    def handle(self, event: FetchEvent) -> None:
+        match event:
+            case PushArrived():
+                self._push_arrived(event)
+            case PrefixAnswered(sent):
+                self._answered(sent)
+            case WriterClosed(key, writer, state):
+                self._carry_out(self._table.writer_closed(key, writer, state))
+            case Quiesced(worker):
+                self._carry_out(self._table.quiesced(worker))
+
+    def tick(self) -> None:
+        for key in self._late.take_expired():
+            self._give_up(key, Cause.TRANSFER_TIMEOUT, f"it is not here within {self._limit_s:g} s")
+        if self._clock.now_s() >= self._ask_again_at_s:
+            self._ask_again_at_s = self._clock.now_s() + ASK_AGAIN_S
+            self._carry_out(self._table.asks())
+
+    # ---- inside
+
+    def _push_arrived(self, arrived: PushArrived) -> None:
+        """Of a push that carries a digest the bytes are checked before it counts."""
+        agent_name, notice = arrived.agent_name, arrived.notice
+        block_ids = self._table.landing_blocks(agent_name, notice) if notice.digest else ()
+        if not block_ids or digest_of(self._engine.arena.read_blocks(block_ids)) == notice.digest:
+            self._carry_out(self._table.push_arrived(agent_name, notice))
+        else:
+            self._log_failure(notice.key, Cause.CORRUPTED, f"push {notice.range.seq} came with other bytes than sent")
+            self._carry_out(self._table.push_corrupted(notice))
+
+    def _answered(self, sent: PrefixSent) -> None:
+        if sent.key not in self._fetches:
+            return  # given up meanwhile
+        if sent.cause is not None:
+            self._give_up(sent.key, sent.cause, sent.detail)
+            return
+        effect = self._table.committed(sent)
+        if isinstance(effect, Ignored):
+            self._give_up(sent.key, effect.cause, "its answer does not fit what was asked for")
+        self._carry_out((effect,))
+
+    def _give_up(self, key: HandoffKey, cause: Cause, detail: str) -> None:
+        self._log_failure(key, cause, detail)
+        self._carry_out(self._table.cancel(key, cause))
+
+    def _log_failure(self, key: HandoffKey, cause: Cause, detail: str) -> None:
+        logger.warning("a prefix is computed, not fetched: %s: %s", cause, detail, extra=about(key.request_id))
+
+    def _carry_out(self, effects: Iterable[ReceiveEffect]) -> None:
+        effects = tuple(effects)
+        quarantines = {effect.key: effect for effect in effects if isinstance(effect, Quarantine)}
+        for effect in effects:
+            match effect:
+                case Activate(key, _, _):
+                    self._whole(key)
+                case GaveUp(key):
+                    self._gave_up(key, quarantines.get(key))
+                case FreeQuarantined(key, block_ids):
+                    self._engine.ledger.free_quarantined(block_ids)
+                case AskClose(key, writer):
+                    self._ports.ask_close(key, writer)
+                case PollToQuiescence(worker):
+                    self._ports.to_transfer(Quiesce(worker))
+                case _:
+                    pass  # blocks went with GaveUp; what was ignored is counted by the table
+
+    def _whole(self, key: HandoffKey) -> None:
+        fetch = self._fetches.pop(key)
+        self._engine.scheduler.start_reserved(fetch.allocation, fetch.end_block * self._engine.ledger.block_size)
+        self._ports.entered(FetchState.FETCHED)
+        self._ports.landed(key, fetch.end_block - fetch.first_block)
+
+    def _gave_up(self, key: HandoffKey, quarantine: Quarantine | None) -> None:
+        """The request is computed all the same, in other blocks where some of these are in quarantine."""
+        fetch = self._fetches.pop(key)
+        if fetch.is_wanted:
+            self._engine.scheduler.reserved.requeue(fetch.allocation)
+        else:
+            self._engine.scheduler.unreserve(fetch.allocation)
+        if quarantine is None:
+            self._engine.ledger.release(fetch.allocation)
+        else:
+            self._engine.ledger.quarantine(fetch.allocation, quarantine.block_ids)

@@ -1,0 +1,165 @@
+"""The three ways in which a decode worker gets what it lacks of a prompt, each forced, over a conversation of three
+turns with real processes and real NIXL: every turn's tokens are those of one engine without a cache, and what is moved
+goes with a turn's new tokens and not with the conversation. And fetches that go wrong: the same tokens."""
+
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from loopline.client import Completion
+from loopline.engine.local import LocalEngine
+from loopline.settings import EngineSettings
+from tests.support.asking import RETURN_S, alone, prompt_of
+from tests.support.cluster import Cluster, wait_until
+from tests.support.faulty import Fault, faulty, has_committed, is_ready
+from tests.support.golden import MODELS
+
+BLOCK = 16
+FIRST, REST, ANSWER = 9 * BLOCK + 3, 5, 20
+NEW = REST + ANSWER
+"""Tokens that each turn adds."""
+MOST_NEW_BLOCKS = -(-NEW // BLOCK) + 1
+"""Blocks that hold them: some of the last turn's last one."""
+METRIC = "loopline_prefix_sources_total"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[LocalEngine]:
+    engine = LocalEngine(
+        EngineSettings(model_path=str(MODELS / "tiny-ouro"), dtype="fp32", num_blocks=64, prefix_cache="off")
+    )
+    yield engine
+    engine.close()
+
+
+def groups(source: str, **transfer: object) -> dict[str, dict[str, object]]:
+    return {
+        "kv": {"prefix_cache": True},
+        "routing": {"prefix_source": source},
+        "telemetry": {"metrics_port": 0},
+        "transfer": transfer,
+    }
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn was answered with, its prompt's length, and what it has moved."""
+
+    prompt_tokens: int
+    source: str
+    cached_tokens: int
+    pushed_bytes: int
+    fetched_bytes: int
+
+
+def converse(cluster: Cluster, engine: LocalEngine, turns: int = 3) -> list[Turn]:
+    """Ask turn after turn; the tokens of each must be those of `engine`."""
+    prompt, out = prompt_of(1, FIRST), []
+    for number in range(turns):
+        answer: Completion = cluster.client.complete(prompt, max_tokens=ANSWER, ignore_eos=True, deadline_s=RETURN_S)
+        assert answer.token_ids == alone(engine, prompt, ANSWER), f"turn {number}"
+        assert answer.finished is not None
+        moved, route = answer.finished.handoff, answer.finished.route
+        cached = answer.finished.usage.cached_tokens
+        out.append(Turn(len(prompt), route.prefix_source, cached, moved.num_bytes, moved.fetched_bytes))
+        prompt += answer.token_ids + prompt_of(2 + number, REST)
+    cluster.wait_idle()
+    return out
+
+
+def block_bytes(cluster: Cluster) -> int:
+    return cluster.client.model().kv_bytes_per_token * BLOCK
+
+
+def metric(cluster: Cluster, worker: str, sample: str) -> float:
+    """One sample of a process's scrape."""
+    address = next(w.metrics_address for w in cluster.client.status().workers if w.name == worker)
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=RETURN_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{sample} "))
+
+
+@pytest.mark.parametrize("source", ["local", "recompute", "fetch"])
+def test_each_way_gives_the_tokens_of_a_cold_run_and_moves_what_is_new(
+    tmp_path: Path, engine: LocalEngine, source: str
+) -> None:
+    with faulty(tmp_path, **groups(source)) as cluster:
+        size = block_bytes(cluster)
+        first, *later = converse(cluster, engine)
+        assert first.cached_tokens == first.fetched_bytes == 0
+        assert first.source == ("local" if source == "local" else "recompute"), "there was nothing to fetch"
+        assert first.pushed_bytes == (0 if source == "local" else -(-FIRST // BLOCK) * size)
+        for turn in later:
+            assert turn.source == source
+            in_decode = (turn.prompt_tokens - REST - 1) // BLOCK * BLOCK  # an answer's last token is never computed
+            if source == "recompute":  # it has its own prompts, and the answers never
+                assert 0 < turn.cached_tokens < in_decode
+            else:
+                assert turn.cached_tokens == in_decode
+            assert turn.pushed_bytes == (0 if source == "local" else turn_blocks(turn) * size)
+            assert turn.pushed_bytes <= MOST_NEW_BLOCKS * size
+            assert (turn.fetched_bytes > 0) == (source == "fetch")
+            assert turn.fetched_bytes <= MOST_NEW_BLOCKS * size
+        fetched = metric(cluster, "prefill-0", "loopline_fetched_bytes_total")
+        assert fetched == sum(turn.fetched_bytes for turn in later)
+
+
+def turn_blocks(turn: Turn) -> int:
+    """Blocks that the decode worker lacks of a later turn's prompt."""
+    return -(-turn.prompt_tokens // BLOCK) - (turn.prompt_tokens - REST - 1) // BLOCK
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ({"worker": "decode-0", "do": "fail_push"}, "fail_push of push 1"),
+        ({"worker": "decode-0", "do": "fail_handle"}, "fail_handle of push 1"),
+        ({"worker": "decode-0", "do": "drop_push"}, "drop_push of push 1"),
+        ({"worker": "prefill-0", "do": "drop_notice"}, "drop_notice of notice 1"),
+    ],
+    ids=["failed", "failed-after-post", "never-sent", "unheard"],
+)
+def test_a_fetch_that_fails_or_is_late_costs_no_token(
+    tmp_path: Path, engine: LocalEngine, fault: Fault, words: str
+) -> None:
+    """What was to be fetched is computed. A push that never ends keeps its blocks until a process is gone."""
+    with faulty(tmp_path, fault, **groups("fetch", push_timeout_s=2.0)) as cluster:
+        prompt = prompt_of(1, FIRST)
+        sources = []
+        for number in range(3):
+            answer = cluster.client.complete(prompt, max_tokens=ANSWER, ignore_eos=True, deadline_s=RETURN_S)
+            assert answer.token_ids == alone(engine, prompt, ANSWER), f"turn {number}"
+            assert answer.finished is not None
+            sources.append(answer.finished.route.prefix_source)
+            prompt += answer.token_ids + prompt_of(2 + number, REST)
+        assert has_committed(tmp_path, fault["worker"], words)  # type: ignore[arg-type]
+        assert sources[:2] == ["recompute", "recompute"]
+        if fault["do"] in ("fail_push", "drop_notice"):  # nothing was posted, or all of it has arrived
+            assert sources[2] == "fetch"
+            cluster.wait_idle()
+
+
+def test_a_decode_worker_that_is_killed_while_it_lends_costs_no_token(tmp_path: Path, engine: LocalEngine) -> None:
+    fault: Fault = {"worker": "decode-0", "do": "kill", "at": "pushing"}
+    with faulty(tmp_path, fault, **groups("fetch")) as cluster:
+        pid = cluster.workers()["decode-0"].pid
+        first, second, third = converse(cluster, engine)
+        assert has_committed(tmp_path, "decode-0", "kill at pushing 1")
+        assert (first.source, second.source) == ("recompute", "recompute"), "its cache has gone with it"
+        assert third.source == "fetch"
+        wait_until(lambda: is_ready(cluster, "decode-0", but_pid=pid), "it was started again")
+        cluster.wait_idle()
+
+
+def test_a_prefill_worker_that_is_killed_while_it_fetches_costs_no_token(tmp_path: Path, engine: LocalEngine) -> None:
+    fault: Fault = {"worker": "prefill-0", "do": "kill", "at": "fetching"}
+    with faulty(tmp_path, fault, **groups("fetch")) as cluster:
+        pid = cluster.workers()["prefill-0"].pid
+        turns = converse(cluster, engine)
+        assert has_committed(tmp_path, "prefill-0", "kill at fetching 1")
+        assert [turn.source for turn in turns] == ["recompute", "fetch", "fetch"]
+        wait_until(lambda: is_ready(cluster, "prefill-0", but_pid=pid), "it was started again")
+        cluster.wait_idle()
