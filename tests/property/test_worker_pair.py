@@ -107,9 +107,8 @@ class Script:
             case Reserved(key, _, cause) if cause is not None:
                 self.failed[key.request_id] = cause
             case Granted(key, _, first, runs, None) if key.request_id not in self.cancelled:
-                request, peer = self.requests[key.request_id], self.pair.decode_peer
-                fetches = self.fetches
-                self.to_prefill.append(StartPrefill(key, request, peer, first, runs, DEADLINE_S, fetches=fetches))
+                of = self.requests[key.request_id], self.pair.decode_peer
+                self.to_prefill.append(StartPrefill(key, *of, first, runs, DEADLINE_S, fetches=self.fetches))
             case Prefilled(key, _, row):
                 self.row(row)
                 if row.finish is not None:

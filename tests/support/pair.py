@@ -132,8 +132,12 @@ class Pair:
         self.prefill_receiver = Receiver(
             self._prefill_agent, decode_push_notice, clock, self.channels.prefill_events.append
         )
+        self._make_cores()
+        self._connect(target)
+
+    def _make_cores(self) -> None:
         self.prefill = HandoffOut(
-            prefill_engine,
+            self.prefill_engine,
             PrefillPorts(
                 to_coordinator=self.channels.from_prefill.append,
                 to_transfer=self.channels.commands.append,
@@ -142,21 +146,20 @@ class Pair:
                 ask_close=lambda key, writer: self.channels.fetch_closes.append(key),
                 identity=lambda: self.prefill_peer.worker,
             ),
-            clock,
+            self.clock,
             push_timeout_s=PUSH_TIMEOUT_S,
         )
         self.decode = HandoffIn(
-            decode_engine,
+            self.decode_engine,
             DecodePorts(
                 to_coordinator=self.channels.from_decode.append,
                 to_transfer=self.channels.decode_commands.append,
                 ask_close=lambda key, writer: self.channels.closes.append(key),
                 identity=lambda: self.decode_peer.worker,
             ),
-            clock,
+            self.clock,
             PUSH_TIMEOUT_S,
         )
-        self._connect(target)
 
     def _ask_prefix(self, source: Peer, wanted: Wanted) -> None:
         metadata = self._prefill_agent.metadata()
