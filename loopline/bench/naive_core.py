@@ -7,15 +7,16 @@ once for each token of a chunk. Nothing here serves.
 """
 
 from collections.abc import Collection
-from typing import Any
 
 from loopline.bench.naive import begin_each, count_free, mark_each
+from loopline.identity import Fingerprint
 from loopline.kv.block_books import IntArray
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.sched.admission import Admission
 from loopline.sched.entry import Entry
 from loopline.sched.policy import RolePolicy
 from loopline.sched.scheduler import Scheduler
+from loopline.sched.share import RowSteps
 from loopline.settings import SchedulerSettings
 
 
@@ -106,11 +107,18 @@ class NaiveAdmission(Admission):
 class NaiveScheduler(Scheduler):
     """See the module."""
 
-    def __init__(self, ledger: Ledger, settings: SchedulerSettings, policy: RolePolicy, prefix_parts: Any) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        settings: SchedulerSettings,
+        policy: RolePolicy,
+        prefix_group: Fingerprint | None,
+        prompt_rows: RowSteps,
+    ) -> None:
         """As Scheduler; `ledger` may be any."""
-        super().__init__(ledger, settings, policy, prefix_parts)
-        parts = prefix_parts if policy.shares_prefixes else None
-        self._naive = self._admission = NaiveAdmission(ledger, settings, policy, parts)
+        super().__init__(ledger, settings, policy, prefix_group, prompt_rows)
+        group = prefix_group if policy.shares_prefixes else None
+        self._naive = self._admission = NaiveAdmission(ledger, settings, policy, group)
         self.prefix_counts = self._naive.prefix_counts
 
     def _publish(self, entry: Entry) -> None:

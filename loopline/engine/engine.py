@@ -81,8 +81,8 @@ class Engine:
         self.ledger = Ledger(num_blocks, settings.block_size)
         parts = build_parts(settings, self.model, self.arena, self.ledger, states)
         self._runner = build_runner(settings, parts, self.ledger)
-        shared, rows = self._prefix_group(states), self._runner.prompt_rows
-        self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, shared, rows)
+        self._shared, rows = self._prefix_group(states), self._runner.prompt_rows
+        self.scheduler = Scheduler(self.ledger, settings.scheduler, policy, self._shared, rows)
         # Oldest first: a plan, its work or what kept it from being submitted, and when that was in seconds.
         self._in_flight: deque[tuple[StepPlan, Submitted | Exception, float]] = deque()
         self._last_end_s = self._clock.now_s()
@@ -145,7 +145,8 @@ class Engine:
                 f"{self.arena.num_blocks} of {self.settings.block_size}"
             )
         self.ledger = ledger
-        self.scheduler = make_scheduler(ledger, self.settings.scheduler, policy, self._prefix_parts())
+        rows = self._runner.prompt_rows
+        self.scheduler = make_scheduler(ledger, self.settings.scheduler, policy, self._shared, rows)
         self._runner.use_ledger(ledger)
 
     def step(self) -> StepOutcome | None:
