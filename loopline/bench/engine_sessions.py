@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import product
 from types import CodeType
@@ -148,8 +148,9 @@ class SessionRun:
         engine is left without requests."""
         try:
             return self._to_end(turn_done, step or self._engine.step)
-        except BaseException:
-            self._give_up()
+        except Exception:
+            with suppress(Exception):  # of an engine that is broken; what broke it is raised
+                self._give_up()
             raise
 
     def _to_end(self, turn_done: Callable[[], None], step: Callable[[], StepOutcome | None]) -> list[TurnDone]:
@@ -169,6 +170,7 @@ class SessionRun:
             self.num_steps += 1
             self._end_s = self._now_s() - self._begin_s
             self._take(outcome, turn_done)
+        self._empty()
         return self._done
 
     def _give_up(self) -> None:
@@ -176,8 +178,12 @@ class SessionRun:
             allocation = self._engine.scheduler.remove(name)
             if allocation is not None:
                 self._engine.ledger.release(allocation)
-        while self._engine.scheduler.num_in_flight and self._engine.step() is not None:
-            pass
+        self._empty()
+
+    def _empty(self) -> None:
+        """Wait for steps that were planned ahead for requests that have ended."""
+        while self._engine.scheduler.num_in_flight:
+            self._engine.step()
 
     def _ask(self, index: int, due_s: float, turn_done: Callable[[], None]) -> None:
         conversation = self._conversations[index]

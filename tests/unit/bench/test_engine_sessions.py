@@ -15,6 +15,7 @@ from loopline.bench.engine_sessions import EngineLoad, SessionRun, measure
 from loopline.bench.load_plot import plot_load
 from loopline.bench.load_report import Watcher
 from loopline.bench.naive_core import NaiveLedger, NaiveScheduler
+from loopline.bench.named_model import folder_of
 from loopline.bench.sessions import SessionShape, Trace, draw_sessions
 from loopline.bench.turn_figures import Limits
 from loopline.cli.main import app
@@ -83,12 +84,20 @@ def test_a_picture_is_drawn(tmp_path: Path, report: dict[str, Any]) -> None:
 
 
 def test_the_cache_changes_no_answer_of_a_real_model() -> None:
-    load = EngineLoad(model=str(TINY_OURO), device="cpu", dtype="fp32", rounds=1, working_sets=(0.9, 2.0))
-    shape = replace(SHAPE, sessions=3, system=0, turns=2)
+    load = replace(LOAD, model=str(TINY_OURO))
+    shape = SessionShape(sessions=2, turns=2, first=20, tool=9, answer=4)
     report = measure(load, draw_sessions(shape), Limits(), "a test", Watcher())
+    assert [one["same_answers"] for one in report["ratios"]] == [1.0]
+    assert report["arms"][0]["median"]["cached_share"] > 0.2 and report["arms"][1]["median"]["cached_share"] == 0
+
+
+def test_an_arena_that_is_too_small_finds_less_and_answers_alike() -> None:
+    load = replace(LOAD, working_sets=(0.9, 2.0))
+    report = measure(load, draw_sessions(replace(SHAPE, system=0)), Limits(), "a test", Watcher())
+    assert [one.get("error") for one in report["arms"]] == [None] * 4
     assert [one["same_answers"] for one in report["ratios"]] == [1.0, 1.0]
     shares = {one["name"]: one["median"]["cached_share"] for one in report["arms"]}
-    assert shares["cache on, 0.9x arena"] > 0.2 and shares["cache off, 0.9x arena"] == 0
+    assert shares["cache on, 0.9x arena"] > shares["cache on, 2x arena"] >= shares["cache off, 0.9x arena"] == 0
 
 
 @pytest.mark.parametrize(
@@ -119,13 +128,12 @@ def test_a_conversation_that_is_too_long_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    settings = EngineSettings(
-        model_path=str(TINY_OURO),
-        num_blocks=24,
-        prefix_cache="on",
-        scheduler=SchedulerSettings(max_running=8, steps_ahead=0),
-    )
-    return Engine(settings, UnifiedPolicy())
+    scheduler = SchedulerSettings(max_running=8, steps_ahead=0)
+    with folder_of("tiny") as folder:
+        settings = EngineSettings(
+            model_path=str(folder), load_format="dummy", num_blocks=24, prefix_cache="on", scheduler=scheduler
+        )
+        return Engine(settings, UnifiedPolicy())
 
 
 class _Clock:
