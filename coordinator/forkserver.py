@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,8 +40,7 @@ def main() -> None:
     die_with_parent()
     launcher, server = os.getppid(), socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
-        import_module(f"{module}.__main__")
-        del sys.modules[f"{module}.__main__"]  # it is run, not imported
+        _load(module)
     loaded = _stamps()
     gc.collect()
     gc.freeze()  # what is shared should stay so
@@ -52,6 +52,15 @@ def main() -> None:
         for fd in fds:
             os.close(fd)
         server.send(json.dumps(answer).encode())
+
+
+def _load(module: str) -> None:
+    """All that `python -m module` imports, without what it does."""
+    spec = find_spec(module)
+    is_package = spec is not None and spec.submodule_search_locations is not None
+    name = f"{module}.__main__" if is_package else module
+    import_module(name)
+    del sys.modules[name]  # it will be run
 
 
 def _carry_out(order: dict[str, Any], fds: Sequence[int], launcher: int, loaded: Stamps) -> dict[str, Any]:

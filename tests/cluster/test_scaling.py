@@ -13,7 +13,7 @@ import pytest
 
 from loopline.client import Client, Completion, Token, WorkerInfo
 from tests.support.cluster import LOOPLINE, ROOT, Cluster, launched, wait_until, write_config
-from tests.support.golden import MODELS
+from tests.support.golden import MODELS, SMALL
 from tests.support.load import DEADLINE_S, LOOPS, Case, ConstantLoad, ask
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
@@ -37,12 +37,12 @@ def config(folder: Path) -> Path:
         "prefill": {"replicas": 2, "num_blocks": 64, "chunk_tokens": 16},
         "decode": {"replicas": 2, "num_blocks": 192, "max_running": 16},
     }
-    return write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", **groups)
+    return write_config(folder / "cluster.yaml", SMALL, **groups)
 
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, config: Path) -> Iterator[Cluster]:
-    """Two workers of each kind on tiny-ouro."""
+    """Two workers of each kind."""
     with launched(config, folder) as running:
         yield running
 
@@ -183,7 +183,7 @@ def started(command: list[str], log: object) -> Iterator["subprocess.Popen[bytes
             process.wait()
 
 
-def test_what_cannot_be_done_is_said(cluster: Cluster, load: ConstantLoad) -> None:
+def test_what_cannot_be_done_is_said(cluster: Cluster) -> None:
     def complaint(*arguments: str) -> str:
         done = subprocess.run(
             [LOOPLINE, *arguments, "--address", cluster.address],
@@ -204,7 +204,7 @@ def test_what_cannot_be_done_is_said(cluster: Cluster, load: ConstantLoad) -> No
 @pytest.mark.soak  # test_returning_peers has one such drain in every run
 def test_a_prefill_worker_outlives_what_it_posted(tmp_path: Path) -> None:
     """Told to leave while one of its pushes takes long, it stays until that has arrived: nothing is handed over."""
-    config = write_config(tmp_path / "cluster.yaml", MODELS / "tiny-ouro", prefill={"chunk_tokens": 16})
+    config = write_config(tmp_path / "cluster.yaml", SMALL, prefill={"chunk_tokens": 16})
     with config.open("a", encoding="utf-8") as file:
         file.write("faults: [{worker: prefill-0, do: delay_push, at: 3, seconds: 4.0}]\n")
     prompt, max_tokens = CASES[-1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from coordinator.forking import ForkServer
+from coordinator.forking import ForkedProcess, ForkServer
 from coordinator.processes import Child, end_children, start_child
 from tests.unit.coordinator.cluster import until
 
@@ -44,7 +44,7 @@ def words_of(pid: int) -> list[str]:
 
 
 def is_forked(child: Child) -> bool:
-    return "coordinator.child" not in words_of(child.pid)
+    return isinstance(child.process, ForkedProcess)
 
 
 def test_a_forked_process_is_a_child_of_this_one_under_its_own_name(tmp_path: Path) -> None:
@@ -126,6 +126,21 @@ def test_code_that_has_changed_is_loaded_anew(tmp_path: Path, monkeypatch: pytes
             assert await said(server) == "first"
             code.write_text("WORD = 'second'\n")
             assert await said(server) == "second"
+
+    asyncio.run(main())
+
+
+def test_a_module_that_is_no_package_is_loaded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import os, sys\nif __name__ == '__main__':\n    print('runs', flush=True)\n"
+    (tmp_path / "module_of_a_test.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+    async def main() -> None:
+        async with opened(tmp_path, "module_of_a_test") as server:
+            child = await start_child("child", "module_of_a_test", [], tmp_path / "log", server)
+            assert isinstance(child.process, ForkedProcess)
+            assert await child.reap() == 0
+        assert [(tmp_path / name).read_text() for name in ("log", "forkserver.log")] == ["runs\n", ""]
 
     asyncio.run(main())
 
