@@ -7,9 +7,9 @@ what steps took before:
 
 `decode(rows)` was measured in steps without prompts, apart for each number of rows; `each` is what a prompt's
 token-loop added in steps with both. The margin is a few times the mean deviation from the prediction, and more of them
-while too many steps pass the bound. A prompt that is the first of all starts with the least share, and what is wrong
-in the model corrects itself: `each` is always that of the shares that are given, so where they settle the step takes
-what was predicted.
+while too many steps pass the bound. The first prompt of all starts with the least share, and no step carries more than
+twice what one has carried within the bound. What is wrong in the model corrects itself: `each` is that of the shares
+which are given, so where they settle a step takes what was predicted.
 
 Passes over rows are padded, so a prompt's share is one of a few numbers of rows (`RowSteps`). The least of these is
 given in any case: a prompt always progresses, and `num_least` counts the steps in which that was against the
@@ -95,6 +95,7 @@ class PromptShare:
         self._each = RunningMean()  # seconds of a prompt's token-loop
         self._deviation_s = 0.0
         self._margin = _LEAST_MARGIN
+        self._proven = 0  # most token-loops of prompts that a step has carried within the bound
 
     def token_loops(self, decode: Mapping[int, int], depth: int) -> int | None:
         """Most token-loops of prompts in a step with decode rows, whose numbers stand in `decode` by depth; None: no
@@ -108,7 +109,8 @@ class PromptShare:
         if spare_s < least * self._each.mean:
             self.num_least += 1
             return least
-        return max(least, int(spare_s / self._each.mean)) if self._each.mean > 0 else least
+        most = 2 * max(least, self._proven)
+        return most if self._each.mean * most <= spare_s else max(least, int(spare_s / self._each.mean))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step of this plan took so long, counted from the end of the one before it where they followed at once."""
@@ -142,6 +144,8 @@ class PromptShare:
         if not is_least:  # of the least share no margin makes less
             self._margin *= _WIDER ** (has_passed - _PASSED_SHARE)
             self._margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, self._margin))
+        if not has_passed:
+            self._proven = max(self._proven, prompts)
         decode_s = self._decode_s(work)
         if seconds <= decode_s:  # a step of these rows alone would not have taken longer
             if (known := self._decode.get(work)) is not None:
