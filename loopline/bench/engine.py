@@ -21,8 +21,8 @@ from loopline.bench.device_time import Arm, Rates, Timer, error_text, interleave
 from loopline.bench.engine_arms import CPU_ARMS, CUDA_ARMS, DECODE_ARMS, DecodePoint
 from loopline.bench.engine_idle import IdleSizes, measure_idle
 from loopline.bench.engine_prefill import PrefillPoint
-from loopline.bench.named_model import folder_of, spec_of
-from loopline.bench.shapes import SHAPES, prompt_flops, weight_bytes
+from loopline.bench.named_model import folder_of, is_random, spec_of
+from loopline.bench.shapes import prompt_flops, weight_bytes
 from loopline.engine.engine import require_device
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.model import LoopedModel, load_model, random_model, resolve_dtype
@@ -93,7 +93,7 @@ def measure(bench: EngineBench, command: str, say: Callable[[str], None] = lambd
         "model": {"name": bench.model, "loops": spec.default_loops, "dtype": dtype},
         "rates": {"copy_bytes_per_s": rates.copy_bytes_per_s, "matmul_flops_per_s": rates.matmul_flops_per_s},
     }
-    report["model"]["random_weights"] = _is_random(bench)
+    report["model"]["random_weights"] = is_random(bench.model, bench.random_weights)
     report |= _points(bench, spec, arms, timer, rates, say)
     _free(device)
     if bench.idle is not None:
@@ -246,7 +246,7 @@ def _idle(bench: EngineBench, sizes: IdleSizes, spec: ModelSpec, dtype: str) -> 
                 device=bench.device,
                 dtype=dtype,
                 max_loops=spec.default_loops,
-                load_format="dummy" if _is_random(bench) else "safetensors",
+                load_format="dummy" if is_random(bench.model, bench.random_weights) else "safetensors",
             )
             return measure_idle(settings, sizes)
     except Exception as error:  # whatever it is, the figures before it stand
@@ -254,10 +254,6 @@ def _idle(bench: EngineBench, sizes: IdleSizes, spec: ModelSpec, dtype: str) -> 
 
 
 # ---- what is asked for
-
-
-def _is_random(bench: EngineBench) -> bool:
-    return bench.random_weights or bench.model in SHAPES
 
 
 def _checked_arms(bench: EngineBench, device: torch.device, spec: ModelSpec) -> tuple[str, ...]:
@@ -276,7 +272,7 @@ def _checked_arms(bench: EngineBench, device: torch.device, spec: ModelSpec) -> 
 
 
 def _model(bench: EngineBench, spec: ModelSpec) -> LoopedModel:
-    if _is_random(bench):
+    if is_random(bench.model, bench.random_weights):
         return random_model(spec, bench.device, bench.dtype)
     return load_model(bench.model, bench.device, bench.dtype)
 

@@ -20,6 +20,11 @@ def spec_of(model: str) -> ModelSpec:
     return load_model_spec(model)
 
 
+def is_random(model: str, random_weights: bool) -> bool:
+    """Whether its weights are made up: a named shape has no others, of a folder they may be asked for."""
+    return random_weights or model in SHAPES
+
+
 @contextmanager
 def folder_of(model: str) -> Iterator[Path]:
     """The checkpoint folder; of a named shape one with its config.json, for as long as it is needed."""

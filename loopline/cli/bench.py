@@ -15,10 +15,12 @@ from loopline.cli.bench_load import burst, session
 from loopline.cli.bench_overload import overload
 from loopline.cli.bench_report import check_targets, hand_over, say
 from loopline.cli.bench_router import router
+from loopline.cli.bench_share import share
 from loopline.cli.bench_transfer import transfer
 
 app = typer.Typer(help="Measure what Loopline itself costs on this machine.", no_args_is_help=True)
 app.command("engine")(engine)
+app.command("share")(share)
 app.command("router")(router)
 app.command("transfer")(transfer)
 app.command("overload")(overload)
