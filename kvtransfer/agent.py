@@ -1,5 +1,6 @@
 """The one seam to a transport. `nixl_agent` is the network's implementation, `local_agent` the in-process one; one
-conformance suite runs against both. Called by the transfer thread and by nothing else.
+conformance suite runs against both. `unlinked_agent` is for a worker that has no peers. Called by the transfer thread
+and by nothing else.
 
 What every implementation promises
 - A write's bytes are complete at the target when its notice is taken there, and a notice is taken at most once.

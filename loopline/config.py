@@ -154,7 +154,7 @@ class ClusterConfig(Section):
             cluster=self.name,
             engine=self.engine_settings(role),
             transfer=TransferSettings(
-                backend="local" if role == Role.UNIFIED else transfer.backend,
+                backend="none" if role == Role.UNIFIED else transfer.backend,
                 error_mode=transfer.error_mode,
                 ucx=tuple(sorted(transfer.ucx.items())),
                 poll_interval_s=_NOTHING_TO_POLL_S if role == Role.UNIFIED else transfer.poll_interval_s,

@@ -78,7 +78,7 @@ class TransferSettings:
     """The transport between prefill and decode workers."""
 
     backend: str = "nixl"
-    """nixl, or local: inside one process, for a worker that has no links."""
+    """nixl, or none: the worker has no links."""
     error_mode: str = "auto"
     """UCX error handling of every link: peer, none, or auto: none where the arena is device memory, else peer."""
     ucx: tuple[tuple[str, str], ...] = ()

@@ -18,10 +18,10 @@ import grpc.aio
 
 from kvtransfer.agent import TransferAgent
 from kvtransfer.commands import Command
-from kvtransfer.local_agent import LocalAgent, LocalHub
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.region import ArenaSpan
 from kvtransfer.transfer_thread import NoticeCodec, TransferEndpoint, TransferThread
+from kvtransfer.unlinked_agent import UnlinkedAgent
 from loopline.clock import Clock, MonotonicClock
 from loopline.engine.engine import Engine
 from loopline.errors import LooplineError, OperatorError, TransferError
@@ -195,8 +195,8 @@ def _load(settings: WorkerSettings, policy: RolePolicy, agent_name: str, faults:
     )
 
     def make_agent() -> TransferAgent:
-        if settings.transfer.backend == "local":
-            return LocalAgent(agent_name, LocalHub())
+        if settings.transfer.backend == "none":
+            return UnlinkedAgent(agent_name)
         agent = NixlAgent(agent_name, settings.transfer, span.memory_kind)
         return agent if faults is None else faults.agent(agent)
 

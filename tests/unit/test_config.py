@@ -83,7 +83,7 @@ def test_a_unified_worker_has_a_slice_of_its_own_and_no_transport(tmp_path: Path
     text = "model: {path: /m}\nunified: {replicas: 1, num_blocks: 5, prefill_share_tokens: 48, growth_share: 0.5}"
     settings = load_config(_write(tmp_path, text)).worker_settings("unified", "u0", "127.0.0.1:5")
     scheduler = settings.engine.scheduler
-    assert (settings.role, settings.transfer.backend, settings.engine.num_blocks) == ("unified", "local", 5)
+    assert (settings.role, settings.transfer.backend, settings.engine.num_blocks) == ("unified", "none", 5)
     assert (scheduler.prefill_tokens_per_loop, scheduler.growth_share, scheduler.max_running) == (48, 0.5, 32)
 
 
