@@ -38,7 +38,7 @@ def _main_of(role: str) -> Callable[[list[str]], int]:
 
         return prefill_main
     if role == "unified":
-        from decode_worker.unified import main as unified_main
+        from decode_worker.unified.__main__ import main as unified_main
 
         return unified_main
     from decode_worker.__main__ import main as decode_main

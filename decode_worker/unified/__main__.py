@@ -1,9 +1,4 @@
-"""`python -m decode_worker.unified`: one process that takes whole requests.
-
-A unified worker is a decode worker to which every prompt is local: reservations, ends, drains and recovery are the
-same, and nobody is ever bound to write here. What differs is the engine's slice of the configuration (the section
-`unified`) and that no network transport is opened.
-"""
+"""`python -m decode_worker.unified`: one unified worker process."""
 
 from collections.abc import Sequence
 
