@@ -102,7 +102,7 @@ class Life:
     prefill: Peer | None = None
     takes_whole: bool = False  # the decode worker is a unified one
     is_local: bool = False  # the decode worker computes the prompt, or has
-    fetches: bool = False  # the prefill worker is to fetch from the decode worker first
+    fetch_from_tokens: int = 0  # as in the StartPrefill of this generation
     handoff_open: bool = False  # the decode worker has not shown that it has the whole handoff
     writer_left: bool = False  # the prefill worker has drained and gone while `handoff_open`
     prefill_running: bool = False  # the prefill worker computes, or is about to
@@ -175,7 +175,8 @@ class Life:
             if peer is not None and peer.name not in self.earlier_workers:
                 self.earlier_workers.append(peer.name)
         self.decode = self.prefill = None
-        self.takes_whole = self.is_local = self.fetches = False
+        self.takes_whole = self.is_local = False
+        self.fetch_from_tokens = 0
         self.handoff_open = self.prefill_running = self.writer_left = False
         self.hinted_tokens = 0
         self.sound_at_s.clear()

@@ -6,7 +6,7 @@ The dispatcher calls, whenever something changed. What may be and what is prefer
 from collections.abc import Callable, Iterable
 
 from coordinator.effects import Effect, Ending
-from coordinator.prefix_source import SourceRule
+from coordinator.prefix_source import SourceRule, least_fetch_tokens
 from coordinator.queue import RequestQueue
 from coordinator.router import Round, Router
 from coordinator.snapshot import ClusterSnapshot
@@ -67,10 +67,10 @@ class Placer:
             if source is PrefixSource.LOCAL:
                 self._carry_out(self._tracker.start_local(request_id))
             elif source is not None and prefill is not None:
-                fetches = source is PrefixSource.FETCH
+                least = least_fetch_tokens(self._sources.choice, facts) if source is PrefixSource.FETCH else 0
                 hinted = facts.prefill.cached_tokens if facts.prefill is not None else 0
-                hinted = max(hinted, in_decode) if fetches else hinted
-                self._carry_out(self._tracker.bind(request_id, prefill.peer, hinted, fetches))
+                hinted = max(hinted, in_decode) if least else hinted
+                self._carry_out(self._tracker.bind(request_id, prefill.peer, hinted, least))
             else:
                 continue
             placing.placed(request, before, self._tracker.assignment(request_id))

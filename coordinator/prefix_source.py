@@ -15,6 +15,7 @@ and HANDOFF_S for each handoff, in either direction. Rates are measured: of prom
 some (its load is in it), of the link when it was made.
 """
 
+import math
 from dataclasses import dataclass
 
 from loopline.request import PrefixSource
@@ -81,6 +82,18 @@ class SourceRule:
         ways += [PrefixSource.FETCH] if may_fetch else []
         estimates = estimated_s(facts)
         return ways[0] if estimates is None else min(ways, key=lambda way: estimates[way])
+
+
+def least_fetch_tokens(choice: str, facts: SourceFacts) -> int:
+    """How many tokens a prefill worker that is told to fetch must lack of what the decode worker has, so that it does:
+    it alone knows. Forced: 1. `auto`: as many as cost more to compute than to move."""
+    rate, link = 0.0, facts.link_bytes_per_s
+    if facts.prefill is not None:
+        rate = facts.prefill.token_loops_per_s or facts.decode.token_loops_per_s
+    if choice != AUTO or not rate or not link:
+        return 1
+    saved_s = facts.loops / rate - facts.token_bytes / link  # a token
+    return max(1, math.ceil(HANDOFF_S / saved_s)) if saved_s > 0 else max(1, facts.known_tokens)
 
 
 def estimated_s(facts: SourceFacts) -> dict[PrefixSource, float] | None:

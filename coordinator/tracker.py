@@ -124,13 +124,13 @@ class Tracker:
         reserve = Send(decode.worker, Reserve(life.key, life.request, self._remaining_s(life)))
         return [reserve, Send(decode.worker, StartLocalPrefill(life.key))] if takes_whole else [reserve]
 
-    def bind(self, request_id: str, prefill: Peer, hinted_tokens: int = 0, fetches: bool = False) -> list[Effect]:
+    def bind(self, request_id: str, prefill: Peer, hinted_tokens: int = 0, fetch_from_tokens: int = 0) -> list[Effect]:
         """Name `prefill` to the decode worker as the one writer. `hinted_tokens`: those that it will most likely have,
-        fetched ones included; `fetches`: it is to fetch them first."""
+        fetched ones included; `fetch_from_tokens`: as in StartPrefill."""
         life = self._lives[request_id]
         self._lives.move(life, Move.BIND)
         life.prefill, life.prefill_running, life.hinted_tokens = prefill, True, hinted_tokens
-        life.fetches, life.stats = fetches, None
+        life.fetch_from_tokens, life.stats = fetch_from_tokens, None
         assert life.decode is not None  # a RESERVED request has one
         life.sound_at_s[life.decode.worker] = self._clock.now_s()
         return [Send(life.decode.worker, Bind(life.key, prefill))]
@@ -185,8 +185,8 @@ class Tracker:
         self._lives.move(life, Move.GRANT)
         life.handoff_open = True
         life.sound_at_s[worker] = life.sound_at_s[life.prefill.worker] = self._clock.now_s()
-        left_s, first = self._remaining_s(life), message.first_block
-        start = StartPrefill(life.key, life.request, life.decode, first, message.runs, left_s, fetches=life.fetches)
+        blocks, left_s, least = (message.first_block, message.runs), self._remaining_s(life), life.fetch_from_tokens
+        start = StartPrefill(life.key, life.request, life.decode, *blocks, left_s, fetch_from_tokens=least)
         return [Send(life.prefill.worker, start)]
 
     def on_local_started(self, worker: WorkerId, message: LocalPrefillStarted) -> list[Effect]:

@@ -253,7 +253,7 @@ class StartPrefill:
     runs: tuple[BlockRun, ...]
     deadline_s: float  # remaining
     trace: str = ""  # as in Reserve
-    fetches: bool = False  # first fetch the blocks before `first_block` that are not cached here from `target`
+    fetch_from_tokens: int = 0  # fetch what `target` has and this worker lacks, if it is so many; 0: nothing
 
 
 @dataclass(frozen=True)

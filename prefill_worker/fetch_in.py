@@ -36,13 +36,15 @@ from loopline.fetch_messages import PrefixSent
 from loopline.identity import BlockRun, Cause, HandoffKey, Peer, WorkerId
 from loopline.kv.block_pool import runs_of
 from loopline.kv.ledger import Allocation
-from loopline.request import Request
+from loopline.messages import StartPrefill
 from loopline.telemetry.logs import about
 from loopline.worker.deadlines import Deadlines
 from loopline.worker.events import PrefixAnswered, WriterClosed
 from loopline.worker.writers import ASK_AGAIN_S
 
 logger = logging.getLogger(__name__)
+FIRST_PAUSE_S = 1.0
+MOST_PAUSE_S = 30.0
 FetchEvent = PushArrived | PrefixAnswered | WriterClosed | Quiesced
 """What of the transfer thread and of peers is about fetches."""
 
@@ -73,10 +75,32 @@ class FetchPorts:
 class _Fetch:
     """One that is under way. `is_wanted`: its request is to be computed, whatever comes of it."""
 
+    source: WorkerId
     allocation: Allocation
     first_block: int
     end_block: int
     is_wanted: bool = True
+
+
+class Pauses:
+    """From whom nothing is fetched for a while, because a fetch has failed: a second, and twice as long each time that
+    it fails again, up to 30 s. What has come through ends it."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._until: dict[str, tuple[float, float]] = {}  # by uuid: (when it ends, how long it was)
+
+    def holds(self, source: WorkerId) -> bool:
+        return self._clock.now_s() < self._until.get(source.uuid, (0.0, 0.0))[0]
+
+    def failed(self, source: WorkerId) -> None:
+        _, last_s = self._until.get(source.uuid, (0.0, 0.0))
+        length_s = min(2 * last_s or FIRST_PAUSE_S, MOST_PAUSE_S)
+        self._until[source.uuid] = self._clock.now_s() + length_s, length_s
+
+    def forget(self, source: WorkerId) -> None:
+        """It has brought something, or is gone."""
+        self._until.pop(source.uuid, None)
 
 
 class FetchIn:
@@ -93,6 +117,7 @@ class FetchIn:
         self._ask_again_at_s = clock.now_s()
         self._table = ReceiveTable()
         self._fetches: dict[HandoffKey, _Fetch] = {}
+        self._pauses = Pauses(clock)
 
     def counts(self) -> dict[str, int]:
         """Fetches by state, for heartbeats."""
@@ -102,18 +127,23 @@ class FetchIn:
     def ignored(self) -> tuple[tuple[str, int], ...]:
         return self._table.ignored()
 
-    def begin(self, key: HandoffKey, request: Request, source: Peer, end_block: int) -> bool:
-        """Take a request whose blocks up to `end_block` are cached at `source`, and fetch those that are not cached
-        here. False: there are none, or no room now; nothing is held, and to have it computed is the caller's."""
+    def begin(self, start: StartPrefill) -> bool:
+        """Take a request whose blocks before `start.first_block` are cached at `start.target`, and fetch those that are
+        not cached here. False: they are too few, or there is no room now; nothing is held, and to have it computed is
+        the caller's."""
+        key, request, source, end_block = start.key, start.request, start.target, start.first_block
         scheduler, ledger = self._engine.scheduler, self._engine.ledger
-        if self._table.refusal(key) is not None or len(scheduler.find_cached(request)) >= end_block:
+        num_lacking = end_block - len(scheduler.find_cached(request))
+        if num_lacking <= 0 or num_lacking * ledger.block_size < start.fetch_from_tokens:
+            return False
+        if self._table.refusal(key) is not None or self._pauses.holds(source.worker):
             return False
         allocation = scheduler.reserve(request)
         if isinstance(allocation, Cause):
             return False
         first_block = ledger.written_tokens(allocation, request.params.loops) // ledger.block_size
         block_ids = tuple(ledger.block_ids(allocation)[first_block:end_block])
-        self._fetches[key] = _Fetch(allocation, first_block, end_block)
+        self._fetches[key] = _Fetch(source.worker, allocation, first_block, end_block)
         self._carry_out(self._table.reserve(key, first_block, block_ids))
         if isinstance(self._table.bind(key, source), Refused):  # it is known to be gone
             self._give_up(key, Cause.PEER_LOST, f"{source.name} is gone")
@@ -132,6 +162,7 @@ class FetchIn:
 
     def source_gone(self, worker: WorkerId, proven: bool) -> None:
         """A decode worker left."""
+        self._pauses.forget(worker)
         self._carry_out(self._table.worker_gone(worker, proven))
 
     def handle(self, event: FetchEvent) -> None:
@@ -202,6 +233,7 @@ class FetchIn:
 
     def _whole(self, key: HandoffKey) -> None:
         fetch = self._fetches.pop(key)
+        self._pauses.forget(fetch.source)
         self._engine.scheduler.start_reserved(fetch.allocation, fetch.end_block * self._engine.ledger.block_size)
         self._ports.entered(FetchState.FETCHED)
         self._ports.landed(key, fetch.end_block - fetch.first_block)
@@ -210,6 +242,7 @@ class FetchIn:
         """The request is computed all the same, in other blocks where some of these are in quarantine."""
         fetch = self._fetches.pop(key)
         if fetch.is_wanted:
+            self._pauses.failed(fetch.source)
             self._engine.scheduler.reserved.requeue(fetch.allocation)
         else:
             self._engine.scheduler.unreserve(fetch.allocation)

@@ -213,7 +213,7 @@ class HandoffOut:
         granted = start.first_block + sum(run.count for run in start.runs)
         if granted != needed:
             return Cause.INTERNAL, f"{granted} blocks are granted and the prompt has {needed}"
-        if start.fetches and self._fetches.begin(start.key, start.request, start.target, start.first_block):
+        if start.fetch_from_tokens and self._fetches.begin(start):
             return None
         cause = self._engine.scheduler.submit(start.request)
         return None if cause is None else (cause, f"{start.request.num_known_tokens} prompt tokens")

@@ -19,7 +19,8 @@ from loopline.wire.channel import DEFAULT_MAX_MESSAGE_BYTES, open_channel
 logger = logging.getLogger(__name__)
 _MAX_GONE = 1024
 _GRACE_S = 15.0
-"""Longer than any call between workers may take: a channel that closes cancels none of them."""
+"""Longer than calls between workers take, but for fetches: a channel that closes cancels none of them. A fetch from a
+worker that is gone fails anyway."""
 T = TypeVar("T")
 
 

@@ -2,6 +2,7 @@
 turns with real processes and real NIXL: every turn's tokens are those of one engine without a cache, and what is moved
 goes with a turn's new tokens and not with the conversation. And fetches that go wrong: the same tokens."""
 
+import re
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from loopline.client import Completion
 from loopline.engine.local import LocalEngine
 from loopline.settings import EngineSettings
 from tests.support.asking import RETURN_S, alone, prompt_of
@@ -23,7 +23,6 @@ NEW = REST + ANSWER
 """Tokens that each turn adds."""
 MOST_NEW_BLOCKS = -(-NEW // BLOCK) + 1
 """Blocks that hold them: some of the last turn's last one."""
-METRIC = "loopline_prefix_sources_total"
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +54,32 @@ class Turn:
     fetched_bytes: int
 
 
-def converse(cluster: Cluster, engine: LocalEngine, turns: int = 3) -> list[Turn]:
-    """Ask turn after turn; the tokens of each must be those of `engine`."""
-    prompt, out = prompt_of(1, FIRST), []
-    for number in range(turns):
-        answer: Completion = cluster.client.complete(prompt, max_tokens=ANSWER, ignore_eos=True, deadline_s=RETURN_S)
-        assert answer.token_ids == alone(engine, prompt, ANSWER), f"turn {number}"
+class Conversation:
+    """Each turn resends the one before, its answer and some new tokens. Every answer's tokens must be those of one
+    engine without a cache."""
+
+    def __init__(self, cluster: Cluster, engine: LocalEngine) -> None:
+        self._cluster = cluster
+        self._engine = engine
+        self._prompt = prompt_of(1, FIRST)
+        self._number = 1
+
+    def turn(self) -> Turn:
+        prompt = self._prompt
+        answer = self._cluster.client.complete(prompt, max_tokens=ANSWER, ignore_eos=True, deadline_s=RETURN_S)
+        assert answer.token_ids == alone(self._engine, prompt, ANSWER), f"turn {self._number}"
         assert answer.finished is not None
+        self._number += 1
+        self._prompt += answer.token_ids + prompt_of(self._number, REST)
         moved, route = answer.finished.handoff, answer.finished.route
         cached = answer.finished.usage.cached_tokens
-        out.append(Turn(len(prompt), route.prefix_source, cached, moved.num_bytes, moved.fetched_bytes))
-        prompt += answer.token_ids + prompt_of(2 + number, REST)
+        return Turn(len(prompt), route.prefix_source, cached, moved.num_bytes, moved.fetched_bytes)
+
+
+def converse(cluster: Cluster, engine: LocalEngine, turns: int = 3) -> list[Turn]:
+    """The turns of one conversation; afterwards nothing is held."""
+    talk = Conversation(cluster, engine)
+    out = [talk.turn() for _ in range(turns)]
     cluster.wait_idle()
     return out
 
@@ -75,8 +89,8 @@ def block_bytes(cluster: Cluster) -> int:
 
 
 def metric(cluster: Cluster, worker: str, sample: str) -> float:
-    """One sample of a process's scrape."""
-    address = next(w.metrics_address for w in cluster.client.status().workers if w.name == worker)
+    """One sample of a process's scrape; "": of the coordinator's, whose address is in its log."""
+    address = cluster.workers()[worker].metrics_address if worker else coordinator_metrics(cluster)
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=RETURN_S) as answer:
         lines = answer.read().decode().splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{sample} "))
@@ -105,6 +119,14 @@ def test_each_way_gives_the_tokens_of_a_cold_run_and_moves_what_is_new(
             assert turn.fetched_bytes <= MOST_NEW_BLOCKS * size
         fetched = metric(cluster, "prefill-0", "loopline_fetched_bytes_total")
         assert fetched == sum(turn.fetched_bytes for turn in later)
+        assert metric(cluster, "", f'loopline_prefix_sources_total{{source="{source}"}}') >= len(later)
+
+
+def coordinator_metrics(cluster: Cluster) -> str:
+    log = (cluster.run_dir / "coordinator.log").read_text(encoding="utf-8")
+    found = re.search(r"metrics are at http://([^/]+)/metrics", log)
+    assert found is not None, log
+    return found.group(1)
 
 
 def turn_blocks(turn: Turn) -> int:
@@ -127,18 +149,11 @@ def test_a_fetch_that_fails_or_is_late_costs_no_token(
 ) -> None:
     """What was to be fetched is computed. A push that never ends keeps its blocks until a process is gone."""
     with faulty(tmp_path, fault, **groups("fetch", push_timeout_s=2.0)) as cluster:
-        prompt = prompt_of(1, FIRST)
-        sources = []
-        for number in range(3):
-            answer = cluster.client.complete(prompt, max_tokens=ANSWER, ignore_eos=True, deadline_s=RETURN_S)
-            assert answer.token_ids == alone(engine, prompt, ANSWER), f"turn {number}"
-            assert answer.finished is not None
-            sources.append(answer.finished.route.prefix_source)
-            prompt += answer.token_ids + prompt_of(2 + number, REST)
-        assert has_committed(tmp_path, fault["worker"], words)  # type: ignore[arg-type]
-        assert sources[:2] == ["recompute", "recompute"]
+        talk = Conversation(cluster, engine)
+        assert [talk.turn().source for _ in range(3)][:2] == ["recompute", "recompute"]
+        assert has_committed(tmp_path, str(fault["worker"]), words)
+        wait_until(lambda: talk.turn().source == "fetch", "a second after the failure it is fetched again")
         if fault["do"] in ("fail_push", "drop_notice"):  # nothing was posted, or all of it has arrived
-            assert sources[2] == "fetch"
             cluster.wait_idle()
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.prefix_source import AUTO, Prompts, SourceFacts, SourceRule, estimated_s
+from coordinator.prefix_source import AUTO, Prompts, SourceFacts, SourceRule, estimated_s, least_fetch_tokens
 from loopline.request import PrefixSource
 
 CHOICES = (AUTO, *PrefixSource)
@@ -66,6 +66,17 @@ def test_auto_takes_the_least_estimate_of_those_that_may_be(given_facts: SourceF
         assert way is (PrefixSource.LOCAL if PrefixSource.LOCAL in may else PrefixSource.RECOMPUTE)
     else:
         assert way in may and estimates[way] == min(estimates[one] for one in may)
+
+
+@given(facts(needs_prefill=True), st.sampled_from(CHOICES))
+def test_what_is_fetched_at_least_is_worth_it(given_facts: SourceFacts, choice: str) -> None:
+    """Where a fetch is chosen for as many tokens as are hoped for, it stays right for as few as the bound says."""
+    least = least_fetch_tokens(choice, given_facts)
+    assert least >= 1
+    if choice != AUTO:
+        assert least == 1
+    elif SourceRule().choose(given_facts) is PrefixSource.FETCH:
+        assert least <= given_facts.fetchable_tokens + 1, "but for rounding"
 
 
 def test_what_moves_the_decision() -> None:

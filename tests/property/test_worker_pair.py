@@ -75,7 +75,7 @@ class Script:
     def __init__(self, pair: Pair, fetches: bool = False) -> None:
         """`fetches`: the prefill worker fetches what the decode worker has before it computes."""
         self.pair = pair
-        self.fetches = fetches
+        self.fetch_from_tokens = int(fetches)
         self.to_prefill: deque[CoordinatorMessage] = deque()
         self.to_decode: deque[CoordinatorMessage] = deque()
         self.requests: dict[str, Request] = {}
@@ -108,7 +108,7 @@ class Script:
                 self.failed[key.request_id] = cause
             case Granted(key, _, first, runs, None) if key.request_id not in self.cancelled:
                 of = self.requests[key.request_id], self.pair.decode_peer
-                self.to_prefill.append(StartPrefill(key, *of, first, runs, DEADLINE_S, fetches=self.fetches))
+                self.to_prefill.append(StartPrefill(key, *of, first, runs, DEADLINE_S, "", self.fetch_from_tokens))
             case Prefilled(key, _, row):
                 self.row(row)
                 if row.finish is not None:

@@ -248,14 +248,16 @@ def test_a_way_that_is_forced_is_taken_by_all_but_the_probe(choice: str) -> None
         prefill, decode = await cluster.pair()
         await cluster.until_idle()
         (probe,) = prefill.heard_of(StartPrefill)
-        assert not probe.fetches and not decode.heard_of(StartLocalPrefill), "the probe shows that a pair works"
+        assert not probe.fetch_from_tokens and not decode.heard_of(StartLocalPrefill), (
+            "the probe shows that a pair works"
+        )
         for cached in (0, 4):
             decode.cached_tokens = cached
             answer = await Answer(cluster, message(max_tokens=4)).whole()
             source = answer.finished.route.prefix_source
             assert source == ("local" if choice == "local" else "recompute"), "a scripted worker fetches nothing"
-        fetches = [start.fetches for start in prefill.heard_of(StartPrefill)[1:]]
-        assert fetches == {"local": [], "recompute": [False, False], "fetch": [False, True]}[choice]
+        fetches = [start.fetch_from_tokens for start in prefill.heard_of(StartPrefill)[1:]]
+        assert fetches == {"local": [], "recompute": [0, 0], "fetch": [0, 1]}[choice]
         assert len(decode.heard_of(StartLocalPrefill)) == (2 if choice == "local" else 0)
         await cluster.until_idle()
 

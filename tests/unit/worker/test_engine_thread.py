@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from loopline.engine.engine import Engine
+from loopline.engine.step_counts import PromptRate
 from loopline.errors import InvariantBroken
 from loopline.identity import BlockCounts, BudgetCounts, HandoffKey
 from loopline.kv.prefix_index import PrefixIndex
@@ -25,7 +26,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.steps: Queue[Callable[[], StepOutcome | None]] = Queue()
-        self.counts: dict[str, int] = {"waiting": 0}
+        self.counts = SimpleNamespace(prompt_rate=PromptRate())
         self.scheduler = SimpleNamespace(step=0, num_running=0, num_waiting=0, token_loops=lambda: 0)
         self.ledger = SimpleNamespace(
             num_promised_blocks=0, counts=lambda: BlockCounts(4, 0, 0, 0, 4), prefix=PrefixIndex()

@@ -417,7 +417,7 @@ class StartLocalPrefill(_message.Message):
     def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ...) -> None: ...
 
 class StartPrefill(_message.Message):
-    __slots__ = ("key", "request", "target", "first_block", "runs", "deadline_s", "trace", "fetches")
+    __slots__ = ("key", "request", "target", "first_block", "runs", "deadline_s", "trace", "fetch_from_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -425,7 +425,7 @@ class StartPrefill(_message.Message):
     RUNS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
-    FETCHES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FROM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: HandoffKey
     request: EngineRequest
     target: Peer
@@ -433,8 +433,8 @@ class StartPrefill(_message.Message):
     runs: _containers.RepeatedCompositeFieldContainer[BlockRun]
     deadline_s: float
     trace: str
-    fetches: bool
-    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., request: _Optional[_Union[EngineRequest, _Mapping]] = ..., target: _Optional[_Union[Peer, _Mapping]] = ..., first_block: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., trace: _Optional[str] = ..., fetches: _Optional[bool] = ...) -> None: ...
+    fetch_from_tokens: int
+    def __init__(self, key: _Optional[_Union[HandoffKey, _Mapping]] = ..., request: _Optional[_Union[EngineRequest, _Mapping]] = ..., target: _Optional[_Union[Peer, _Mapping]] = ..., first_block: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[BlockRun, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., trace: _Optional[str] = ..., fetch_from_tokens: _Optional[int] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("key", "cause")
