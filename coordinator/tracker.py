@@ -12,6 +12,7 @@ from dataclasses import replace
 from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Freed, Requeue, Send
 from coordinator.life import LOCAL, Books, Life, Move, State
 from coordinator.lives import Lives
+from coordinator.strays import Strays
 from loopline.clock import Clock
 from loopline.errors import IllegalTransition
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
@@ -47,7 +48,7 @@ class Tracker:
     def __init__(self, clock: Clock, reply_timeout_s: float = 5.0) -> None:
         self._clock = clock
         self._reply_timeout_s = reply_timeout_s
-        self._unknown: set[tuple[WorkerId, HandoffKey]] = set()  # at the last look: a worker has it, nobody needs it
+        self._strays = Strays()
         self._lives = Lives()
         self._arrivals = 0
         self.ignored: Counter[Cause] = Counter()
@@ -268,10 +269,7 @@ class Tracker:
                     detail = f"worker {peer.name} {fault} after {self._reply_timeout_s:g} s"
                     effects += self._restart(life, None, Cause.NO_REPLY, detail, culprit=peer.worker)
                     break
-        unknown = {(worker, key) for worker, own in books.items() for key in own.keys if not self._needs(key)}
-        effects += [Send(worker, Cancel(key, Cause.STALE)) for worker, key in sorted(unknown & self._unknown)]
-        self._unknown = unknown
-        return effects
+        return effects + self._strays.cancel(books, self._needs)
 
     def excuse(self) -> None:
         """This process stood still: what it has not heard until now says nothing about workers."""

@@ -167,7 +167,7 @@ class _Run:
     def turn(self, arm: Arm, number: int) -> None:
         """All requests decode, then the long prompt comes. Ends with its first token; the engine is empty then."""
         bench, engine, draw = self._bench, arm.engine, np.random.default_rng(number)
-        times: dict[str, list[float]] = {f"row{row}": [] for row in range(bench.rows)} | {_LONG: []}
+        times: dict[str, list[float]] = {name: [] for name in (*(f"row{row}" for row in range(bench.rows)), _LONG)}
         for name in times:
             if name != _LONG:
                 self._submit(engine, name, draw, bench.context, _answer_tokens(bench))
