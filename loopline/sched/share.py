@@ -73,7 +73,8 @@ class RunningMean:
 
     def lower_to(self, value: float) -> None:
         """It is known not to be above `value`."""
-        self.mean = min(self.mean, value)
+        self.mean = min(self.mean, value) if self.is_known else value
+        self._count = max(1, self._count)
 
 
 class PromptShare:
@@ -141,15 +142,14 @@ class PromptShare:
         assert self.bound_s is not None
         has_passed = seconds > self.bound_s
         self.num_passed += has_passed
-        if not is_least:  # of the least share no margin makes less
-            self._margin *= _WIDER ** (has_passed - _PASSED_SHARE)
-            self._margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, self._margin))
+        is_too_narrow = has_passed and not is_least  # of the least share no margin makes less
+        self._margin *= _WIDER ** (is_too_narrow - _PASSED_SHARE)
+        self._margin = min(_MOST_MARGIN, max(_LEAST_MARGIN, self._margin))
         if not has_passed:
             self._proven = max(self._proven, prompts)
         decode_s = self._decode_s(work)
         if seconds <= decode_s:  # a step of these rows alone would not have taken longer
-            if (known := self._decode.get(work)) is not None:
-                known.lower_to(seconds)
+            self._decode.setdefault(work, RunningMean()).lower_to(seconds)
             return
         if not self._each.is_known:
             self._each.observe((seconds - decode_s) / prompts)

@@ -1,5 +1,7 @@
 """The share of a step that prompts take: within the bound on decode's time per token, on scripted machines."""
 
+import random
+
 import pytest
 
 from loopline.kv.ledger import Allocation
@@ -87,6 +89,16 @@ def test_one_outlier_costs_little_and_a_slower_machine_is_followed() -> None:
     assert max(outlier) > max(before) / 2, "one outlier does not make the share small for long"
     slow_s = made.gaps_s("row0", made.now_s - 0.4)
     assert len(slow_s) > 10 and slow_s[-1] <= BOUND_S
+
+
+def test_after_a_restless_time_the_share_comes_back() -> None:
+    draw = random.Random(5)
+    restless = [draw.uniform(0.9, 2.5) for _ in range(200)]
+    factors = iter([1.0] * 60 + restless + [draw.uniform(0.98, 1.02) for _ in range(2000)])
+    made = Simulated(Machine(), settings(512, BOUND_S), lambda: next(factors))
+    long_prompt_beside_eight(made, 24_576)
+    assert min(made.shares[:-1]) == 8
+    assert made.shares[-2] > 100
 
 
 def test_rows_that_join_take_from_the_share() -> None:
