@@ -62,6 +62,18 @@ class ForkedProcess:
         self._ended.set_result(self.returncode)
 
 
+def _can_adopt() -> bool:
+    """Whether this process can watch children that it has not started; from now on it is given what its descendants
+    leave."""
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return bool(ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
+
+
 class ForkServer:
     """One process for a launcher's life. Invariant: one order at a time; after a failure there are no more."""
 
@@ -76,7 +88,7 @@ class ForkServer:
     async def open(self) -> None:
         """Begin to load; that does not wait for it. On Linux only: elsewhere, and where it cannot be started, all goes
         the plain way."""
-        if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        if not _can_adopt():
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -98,7 +110,8 @@ class ForkServer:
         self._socket = ours
 
     async def start(self, module: str, arguments: Sequence[str], log_fd: int, life_fd: int) -> ForkedProcess | None:
-        """Run `python -m module ARGUMENTS --life-fd N`, as it were; None if that has to go the plain way."""
+        """Run `python -m module ARGUMENTS --life-fd N`, as it were; None if that has to go the plain way. Raises
+        OSError where this process lacks what watching one takes."""
         order = json.dumps({"module": module, "arguments": list(arguments)}).encode()
         async with self._lock:
             if self._socket is None:
@@ -110,6 +123,9 @@ class ForkServer:
                 answer = await asyncio.wait_for(receive, _ANSWER_S)
             except (OSError, TimeoutError) as error:
                 why = f"it does not answer: {error!r}"
+            except BaseException:  # an answer that comes after all would be taken for the next order's
+                self._disconnect()
+                raise
             if not answer:
                 _LOG.warning("the fork server is of no use any more, %s; see %s", why, self._log_path)
                 self._disconnect()
@@ -118,9 +134,12 @@ class ForkServer:
         if "refused" in told:
             _LOG.info("not forked: %s", told["refused"])
             return None
-        with contextlib.suppress(OSError):
+        try:
             return ForkedProcess(told["pid"])
-        return None
+        except OSError:
+            os.kill(told["pid"], signal.SIGKILL)  # what cannot be watched must not run
+            await asyncio.to_thread(os.waitpid, told["pid"], 0)
+            raise
 
     async def close(self) -> None:
         """End it; what it has forked goes on. An order in progress then ends in None. May be repeated."""

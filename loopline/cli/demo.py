@@ -53,7 +53,7 @@ def demo(*, config: Config) -> None:
 async def _demo(console: Console, path: Path) -> None:
     config = load_config(path)
     with run_folder(None) as folder, Interrupts() as interrupts:
-        launcher = LocalLauncher(path, port=0, run_dir=folder)
+        launcher = LocalLauncher(path, port=0, run_dir=folder, forks_workers=True)
         counts = WorkerCounts.by_role(lambda role: config.group(role).replicas)
         console.print(f"starting {counts} workers ...")
         if not await start(launcher, interrupts, _READY_S, folder):

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LOOPLINE = Path(sys.executable).with_name("loopline")
 READY_S = 60.0
 DEADLINE_S = 30.0
-_PAUSE_S = 0.02
+_PAUSE_S = 0.05
 T = TypeVar("T")
 
 
@@ -45,6 +45,7 @@ def write_config(path: Path, model: Path, /, **groups: dict[str, object]) -> Pat
         "coordinator": {"port": 0},
         "prefill": {"num_blocks": 64, "chunk_tokens": 64},
         "decode": {"num_blocks": 128},
+        "transfer": {"poll_interval_s": 0.001},  # workers that wait leave the processors to others
     }
     for name, values in groups.items():
         sections[name] = {**sections.get(name, {}), **values}
