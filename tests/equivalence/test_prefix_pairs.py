@@ -1,10 +1,11 @@
 """Requests at workers whose caches know different parts of a prompt, with real engines and real copies, handed off or
 prefilled by the decode worker itself: the tokens of a run without any cache, only what the decode worker lacks is
-pushed or computed there, shared blocks keep their bytes, and every block is free or cached again."""
+pushed or computed there, shared blocks keep their bytes, and every block is free or cached again. Of Ouro, and of
+Huginn with noise keyed by position; each request has a seed of its own."""
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,11 +13,10 @@ import torch
 from loopline.engine.engine import Engine
 from loopline.engine.local import LocalEngine
 from loopline.messages import HandoffStats, Prefilled, Reserved, StartLocalPrefill
-from loopline.request import Request, SamplingParams
 from loopline.sched.plan import ChunkDone
 from loopline.settings import EngineSettings
 from tests.property.test_worker_pair import Script
-from tests.support.golden import GOLDEN
+from tests.support.families import FAMILIES, asking
 from tests.support.pair import BLOCK_SIZE, Pair, make_engines
 from tests.unit.worker.clocks import OwnClock
 
@@ -48,19 +48,21 @@ class WatchedPair(Pair):
         return outcome is not None
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> EngineSettings:
+    return FAMILIES[request.param]
+
+
 @pytest.fixture(scope="module")
-def engines() -> tuple[Engine, Engine, Engine]:
+def engines(family: EngineSettings) -> tuple[Engine, Engine, Engine]:
     """A prefill and a decode worker's, and one of another prefill worker that only warms the decode worker."""
-    prefill, decode = make_engines(num_blocks=96)
-    return prefill, decode, make_engines(num_blocks=96)[0]
+    prefill, decode = make_engines(num_blocks=96, base=family)
+    return prefill, decode, make_engines(num_blocks=96, base=family)[0]
 
 
 @pytest.fixture(scope="module")
-def cold() -> Iterator[LocalEngine]:
-    settings = EngineSettings(
-        model_path=str(GOLDEN / "ouro_fp32"), block_size=BLOCK_SIZE, num_blocks=24, prefix_cache="off"
-    )
-    engine = LocalEngine(settings)
+def cold(family: EngineSettings) -> Iterator[LocalEngine]:
+    engine = LocalEngine(replace(family, block_size=BLOCK_SIZE, num_blocks=24, prefix_cache="off"))
     yield engine
     engine.close()
 
@@ -72,6 +74,7 @@ class Asked:
     tokens: list[int | None]
     in_prefill: int
     in_decode: int
+    pushed_bytes: int = 0
 
 
 def ask(prefill: Engine, decode: Engine, prompt: tuple[int, ...], max_tokens: int, *, is_local: bool = False) -> Asked:
@@ -79,8 +82,7 @@ def ask(prefill: Engine, decode: Engine, prompt: tuple[int, ...], max_tokens: in
     pair = WatchedPair(prefill, decode)
     script = RememberingScript(pair, is_local)
     name = f"r{next(NUMBERS)}"
-    params = SamplingParams(max_tokens=max_tokens, loops=4)
-    one = Request(request_id=name, prompt_ids=prompt, params=params)
+    one = asking(name, prompt, max_tokens)
     shared = decode.scheduler.find_cached(one)
     before = decode.arena.tensor[shared].clone()
     script.send(one)
@@ -103,8 +105,12 @@ def ask(prefill: Engine, decode: Engine, prompt: tuple[int, ...], max_tokens: in
         assert counts.free + counts.cached == counts.total, counts
     pair.close()
     rows = script.tokens[name]
-    in_prefill = script.stats[0].cached_tokens if script.stats else 0
-    return Asked([rows[position].token_id for position in sorted(rows)], in_prefill, cached)
+    in_prefill, num_bytes = (script.stats[0].cached_tokens, script.stats[0].num_bytes) if script.stats else (0, 0)
+    return Asked([rows[position].token_id for position in sorted(rows)], in_prefill, cached, num_bytes)
+
+
+def alone(cold: LocalEngine, prompt: tuple[int, ...], max_tokens: int) -> list[int | None]:
+    return [row.token_id for row in cold.generate(asking("alone", prompt, max_tokens))]
 
 
 class RememberingScript(Script):
@@ -147,9 +153,7 @@ def test_caches_of_any_depth_on_both_sides_change_no_token(
     if in_prefill:
         ask(prefill, decode, prompt[: in_prefill * BLOCK_SIZE], max_tokens=1)
     asked = ask(prefill, decode, prompt, max_tokens=6, is_local=is_local)
-    params = SamplingParams(max_tokens=6, loops=4)
-    alone = cold.generate(Request(request_id="alone", prompt_ids=prompt, params=params))
-    assert asked.tokens == [row.token_id for row in alone]
+    assert asked.tokens == alone(cold, prompt, 6)
     assert asked.in_prefill == (0 if is_local else in_prefill * BLOCK_SIZE)
     assert asked.in_decode == min(in_decode * BLOCK_SIZE, whole_blocks_before_the_last_token(prompt))
 
@@ -167,7 +171,8 @@ def test_the_same_prompt_again_is_found_whole_and_its_last_block_moves(engines: 
     assert first.in_prefill == first.in_decode == 0
     for _ in range(2):
         again = ask(prefill, decode, prompt, max_tokens=5)
-        assert again == Asked(first.tokens, len(prompt), whole_blocks_before_the_last_token(prompt))
+        known, last_block = whole_blocks_before_the_last_token(prompt), decode.layout.block_bytes
+        assert again == Asked(first.tokens, len(prompt), known, last_block)
 
 
 @pytest.mark.parametrize("is_local", [False, True], ids=["handed_off", "local"])
@@ -184,5 +189,19 @@ def test_a_next_turn_finds_prompt_and_answer_on_the_decode_worker(
     written = len(prompt) + len(answer) - 1  # the last token of an answer is never computed
     assert again.in_decode == written // BLOCK_SIZE * BLOCK_SIZE
     assert again.in_prefill == (0 if is_local else len(prompt) // BLOCK_SIZE * BLOCK_SIZE)
-    alone = cold.generate(Request(request_id="alone", prompt_ids=longer, params=SamplingParams(max_tokens=4, loops=4)))
-    assert again.tokens == [row.token_id for row in alone]
+    assert again.tokens == alone(cold, longer, 4)
+
+
+def test_what_a_turn_pushes_is_of_its_new_tokens(engines: tuple[Engine, Engine, Engine], cold: LocalEngine) -> None:
+    """The conversation grows from turn to turn; what is pushed does not, but for the block in which a turn begins."""
+    prefill, decode, _ = engines
+    prompt, num_new = (203, *((17 * i) % 250 for i in range(9))), 10
+    for turn in range(6):
+        asked = ask(prefill, decode, prompt, max_tokens=5)
+        assert asked.tokens == alone(cold, prompt, 5)
+        pushed = asked.pushed_bytes // decode.layout.block_bytes
+        assert asked.pushed_bytes % decode.layout.block_bytes == 0
+        assert num_new / BLOCK_SIZE <= pushed < num_new / BLOCK_SIZE + 2
+        num_written = len(prompt) + len(asked.tokens) - 1  # of the last token there is no KV
+        prompt = (*prompt, *(token for token in asked.tokens if token is not None), turn, 5, 6, 7, 8, 9)
+        num_new = len(prompt) - num_written

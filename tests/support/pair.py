@@ -3,7 +3,7 @@ message in a queue that the test delivers when it likes. Nothing runs by itself.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from decode_worker.handoff_in import DecodePorts, HandoffIn
 from decode_worker.policy import DecodePolicy
@@ -48,14 +48,16 @@ BLOCK_SIZE = 4
 PUSH_TIMEOUT_S = 60.0
 
 
-def make_engines(num_blocks: int = 24, chunk_tokens: int = 8, decode_shares: bool = True) -> tuple[Engine, Engine]:
-    """A prefill and a decode engine on a tiny random Ouro; reusable by many Pairs, one after the other.
+def make_engines(
+    num_blocks: int = 24, chunk_tokens: int = 8, decode_shares: bool = True, base: EngineSettings | None = None
+) -> tuple[Engine, Engine]:
+    """A prefill and a decode engine, reusable by many Pairs, one after the other.
     `decode_shares`: the decode worker has a prefix cache, so that of a prompt that it knows only a part is handed off.
+    `base`: the model's settings; None: a tiny random Ouro's.
     """
     scheduler = SchedulerSettings(max_running=4, chunk_tokens=chunk_tokens)
-    settings = EngineSettings(
-        model_path=str(GOLDEN / "ouro_fp32"), block_size=BLOCK_SIZE, num_blocks=num_blocks, scheduler=scheduler
-    )
+    base = base or EngineSettings(model_path=str(GOLDEN / "ouro_fp32"))
+    settings = replace(base, block_size=BLOCK_SIZE, num_blocks=num_blocks, scheduler=scheduler)
     return Engine(settings, PrefillPolicy()), Engine(settings, DecodePolicy(shares_prefixes=decode_shares))
 
 
