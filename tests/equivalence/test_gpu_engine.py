@@ -258,6 +258,38 @@ def test_settings_that_change_no_token_in_fp32(name: str, temperature: float) ->
         assert answers(other, asked) == expected
 
 
+def test_position_keyed_noise_and_shared_prefixes_change_no_token_in_fp32() -> None:
+    """A CPU without a cache, and a GPU with one: graphs and not, prompts both ways, each request with its own seed."""
+    settings = EngineSettings(
+        model_path=str(MODELS / "tiny-huginn"),
+        dtype="fp32",
+        num_blocks=400,
+        noise_key="position",
+        noise_seed=2**63 + 1,
+        prefix_cache="off",
+        scheduler=SchedulerSettings(max_running=8, chunk_tokens=32),
+    )
+    first = requests(10, 30, 0.0)
+    said = answers(settings, first)
+    turns = [
+        replace(one, request_id=f"{one.request_id}b", prompt_ids=(*one.prompt_ids, *known(said[one.request_id]), 5, 6))
+        for one in first
+    ]
+    said |= answers(settings, turns)
+    on_gpu = replace(settings, device="cuda", prefix_cache="on", scheduler=replace(settings.scheduler, steps_ahead=1))
+    for changes in ({}, {"cuda_graphs": False}, {"prefill": "per_row"}, {"prefill": "packed"}):
+        engine = LocalEngine(replace(on_gpu, **changes))  # type: ignore[arg-type]
+        rows = engine.generate_all(first)
+        assert all(engine.find_cached(one) for one in turns if len(one.prompt_ids) > 2 * BLOCK_SIZE)
+        rows |= engine.generate_all(turns)
+        assert {name: [row.token_id for row in answer] for name, answer in rows.items()} == said
+        engine.close()
+
+
+def known(tokens: Sequence[int | None]) -> list[int]:
+    return [token for token in tokens if token is not None]
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", TRAINED)
 def test_trained_models_pass_the_accuracy_gate(name: str, dtype: str, caplog: pytest.LogCaptureFixture) -> None:
