@@ -167,11 +167,11 @@ class _Run:
     def turn(self, arm: Arm, number: int) -> None:
         """All requests decode, then the long prompt comes. Ends with its first token; the engine is empty then."""
         bench, engine, draw = self._bench, arm.engine, np.random.default_rng(number)
-        times: dict[str, list[float]] = {name: [] for name in (*(f"row{row}" for row in range(bench.rows)), _LONG)}
-        for name in times:
-            if name != _LONG:
-                self._submit(engine, name, draw, bench.context, _answer_tokens(bench))
-        self._step_until(engine, times, lambda: all(len(one) > 1 for name, one in times.items() if name != _LONG))
+        names = [f"row{row}" for row in range(bench.rows)]
+        times: dict[str, list[float]] = {name: [] for name in (*names, _LONG)}
+        for name in names:
+            self._submit(engine, name, draw, bench.context, _answer_tokens(bench))
+        self._step_until(engine, times, lambda: all(len(times[name]) > 1 for name in names))
         skipped = {name: len(one) - 1 for name, one in times.items()}
         self._step_until(engine, times, lambda: len(times["row0"]) > skipped["row0"] + bench.before)
         asked_s = self._clock.now_s()
@@ -182,7 +182,7 @@ class _Run:
         if engine.counts.tokens["prefill"] - before["prefill"] != bench.prompt:
             raise InvariantBroken("something else than the long prompt was computed beside the requests")
         arm.first_token_s.append(times[_LONG][0] - asked_s)
-        for name in times.keys() - {_LONG}:
+        for name in names:
             arm.before_s += np.diff(times[name][skipped[name] : arrived[name] + 1]).tolist()
             arm.during_s += np.diff(times[name][arrived[name] :]).tolist()
             allocation = engine.scheduler.remove(name)
