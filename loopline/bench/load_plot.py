@@ -18,8 +18,6 @@ def plot_load(report: dict[str, Any], path: Path) -> None:
     """Write the picture: distributions over all runs of an arm, and curves over the time of its first run. The file's
     ending says which format. Raises OperatorError where matplotlib is missing."""
     figure = new_figure()
-    from matplotlib.ticker import MaxNLocator
-
     axes = figure.subplot_mosaic([["ttft", "tpot"], ["rate", "hits"], ["good", "turns"]])
     for number, arm in enumerate(report["arms"]):
         runs = [[one for one in turns if not one["error"]] for turns in arm["turns"]]
@@ -46,7 +44,7 @@ def plot_load(report: dict[str, Any], path: Path) -> None:
     ):
         axes[name].set_xlabel(x)
         axes[name].set_ylabel(y)
-    axes["turns"].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes["turns"].locator_params(axis="x", integer=True)
     axes["ttft"].set_xscale("log")
     axes["ttft"].legend(fontsize=7)
     axes["rate"].set_ylim(bottom=0)
