@@ -6,6 +6,7 @@ its turn and stopped after it, so that no arm's processes take another's process
 
 import asyncio
 import contextlib
+import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -72,12 +73,13 @@ async def measure(
             load_config(arm.config)  # before anything runs
     collected = Collected(names, limits)
     watch.total(load.rounds * len(names) * trace.num_turns)
+    once = secrets.token_hex(4)  # a cluster that runs may have cached what an earlier call asked
     for number, index in turns_first_last(load.rounds, len(names)):
         arm = load.arms[index]
         watch.say(f"round {number + 1} of {load.rounds}: {arm.name}")
         with collected.guarded(arm.name):
             async with _served(arm, credentials) as client:
-                turns = await run_sessions(client, trace, f"round{number}", load, watch.turn_done)
+                turns = await run_sessions(client, trace, f"{once}/round{number}", load, watch.turn_done)
             collected.take(arm.name, turns)
     report: dict[str, Any] = {
         "machine": machine() | {"command": command},
