@@ -5,7 +5,7 @@ goes with a turn's new tokens and not with the conversation. And fetches that go
 import re
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -27,9 +27,17 @@ MOST_NEW_BLOCKS = -(-NEW // BLOCK) + 1
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine(
-        EngineSettings(model_path=str(MODELS / "tiny-ouro"), dtype="fp32", num_blocks=64, prefix_cache="off")
-    )
+    yield from cold("tiny-ouro")
+
+
+@pytest.fixture(scope="module")
+def huginn_engine() -> Iterator[LocalEngine]:
+    yield from cold("tiny-huginn")
+
+
+def cold(name: str) -> Iterator[LocalEngine]:
+    settings = EngineSettings(model_path=str(MODELS / name), dtype="fp32", num_blocks=64, prefix_cache="off")
+    engine = LocalEngine(replace(settings, noise_key="position"))
     yield engine
     engine.close()
 
@@ -94,6 +102,20 @@ def metric(cluster: Cluster, worker: str, sample: str) -> float:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=RETURN_S) as answer:
         lines = answer.read().decode().splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{sample} "))
+
+
+@pytest.mark.parametrize("source", ["local", "recompute", "fetch"])
+def test_each_way_gives_the_tokens_of_a_cold_run_of_huginn(
+    tmp_path: Path, huginn_engine: LocalEngine, source: str
+) -> None:
+    """With noise that is keyed by position; every request has a seed of its own."""
+    sections: dict[str, dict[str, object]] = {**groups(source), "model": {"noise_key": "position"}}
+    with faulty(tmp_path, checkpoint=MODELS / "tiny-huginn", **sections) as cluster:
+        first, *later = converse(cluster, huginn_engine)
+        assert first.cached_tokens == 0
+        for turn in later:
+            assert (turn.source, turn.cached_tokens > 0, turn.fetched_bytes > 0) == (source, True, source == "fetch")
+            assert turn.pushed_bytes <= MOST_NEW_BLOCKS * block_bytes(cluster)
 
 
 @pytest.mark.parametrize("source", ["local", "recompute", "fetch"])

@@ -4,7 +4,7 @@ rest, lent blocks keep their bytes, and every block is free or cached again."""
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,10 +12,9 @@ import torch
 from loopline.engine.engine import Engine
 from loopline.engine.local import LocalEngine
 from loopline.messages import HandoffStats, Prefilled
-from loopline.request import Request, SamplingParams
 from loopline.settings import EngineSettings
 from tests.property.test_worker_pair import Script
-from tests.support.golden import GOLDEN
+from tests.support.families import FAMILIES, asking
 from tests.support.pair import BLOCK_SIZE, Pair, make_engines
 from tests.unit.worker.clocks import OwnClock
 
@@ -25,19 +24,21 @@ WARM = (0, 1, MOST_BLOCKS)
 MAX_TOKENS = 6
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> EngineSettings:
+    return FAMILIES[request.param]
+
+
 @pytest.fixture(scope="module")
-def engines() -> tuple[Engine, Engine, Engine]:
+def engines(family: EngineSettings) -> tuple[Engine, Engine, Engine]:
     """A prefill and a decode worker's, and one of another prefill worker that only warms the decode worker."""
-    prefill, decode = make_engines(num_blocks=96)
-    return prefill, decode, make_engines(num_blocks=96)[0]
+    prefill, decode = make_engines(num_blocks=96, base=family)
+    return prefill, decode, make_engines(num_blocks=96, base=family)[0]
 
 
 @pytest.fixture(scope="module")
-def cold() -> Iterator[LocalEngine]:
-    settings = EngineSettings(
-        model_path=str(GOLDEN / "ouro_fp32"), block_size=BLOCK_SIZE, num_blocks=24, prefix_cache="off"
-    )
-    engine = LocalEngine(settings)
+def cold(family: EngineSettings) -> Iterator[LocalEngine]:
+    engine = LocalEngine(replace(family, block_size=BLOCK_SIZE, num_blocks=24, prefix_cache="off"))
     yield engine
     engine.close()
 
@@ -65,7 +66,7 @@ def ask(prefill: Engine, decode: Engine, prompt: tuple[int, ...], max_tokens: in
     """Send one request through a fresh pair of these engines."""
     pair = Pair(prefill, decode, name=f"fetch-pair{next(NUMBERS)}", clock=OwnClock(), verify=verify)
     script, name = FetchingScript(pair), f"r{next(NUMBERS)}"
-    one = Request(request_id=name, prompt_ids=prompt, params=SamplingParams(max_tokens=max_tokens, loops=4))
+    one = asking(name, prompt, max_tokens)
     lent = decode.scheduler.find_cached(one)
     before = decode.arena.tensor[lent].clone()
     script.send(one)
@@ -102,8 +103,7 @@ def test_caches_of_any_depth_on_both_sides_change_no_token(
     if in_prefill:
         ask(prefill, decode, prompt[: in_prefill * BLOCK_SIZE], max_tokens=1)
     asked = ask(prefill, decode, prompt, MAX_TOKENS, verify=verify)
-    params = SamplingParams(max_tokens=MAX_TOKENS, loops=4)
-    alone = cold.generate(Request(request_id="alone", prompt_ids=prompt, params=params))
+    alone = cold.generate(asking("alone", prompt, MAX_TOKENS))
     assert asked.tokens == [row.token_id for row in alone]
     lendable = min(in_decode, (length - 1) // BLOCK_SIZE)  # the block of the last token always comes anew
     block_bytes = decode.layout.block_bytes
@@ -120,8 +120,7 @@ def test_turns_of_a_conversation_move_what_is_new(engines: tuple[Engine, Engine,
     prompt = (203, *((13 * i) % 250 for i in range(4 * BLOCK_SIZE)))
     for turn in range(4):
         asked = ask(prefill, decode, prompt, answer_tokens)
-        params = SamplingParams(max_tokens=answer_tokens, loops=4)
-        alone = cold.generate(Request(request_id="alone", prompt_ids=prompt, params=params))
+        alone = cold.generate(asking("alone", prompt, answer_tokens))
         assert asked.tokens == [row.token_id for row in alone]
         if turn:
             assert asked.stats.cached_tokens >= len(prompt) - new_tokens - answer_tokens - BLOCK_SIZE
