@@ -32,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(folder: Path) -> Iterator[Cluster]:
     faults: list[dict[str, object]] = [
         {"worker": f"{role}-0", "do": "repeat_message", "message": message, "times": ALWAYS}
-        for role, messages in MESSAGES.items()
-        for message in messages
+        for role in ("prefill", "decode")
+        for message in MESSAGES[role]
         if (role, message) != ("prefill", "Cancel")
     ]
     faults += [
