@@ -105,6 +105,10 @@ class Admission:
         demand = self._policy.demand(request, request.num_known_tokens)
         return self._ledger.blocks_for(demand.tokens_max) > self._ledger.total_blocks
 
+    def room_changed(self) -> None:
+        """A request that waits may be let in now, though no count of blocks or of running requests says so."""
+        self._news += 1
+
     # ---- letting in
 
     def admit(self, num_running: int, running: Collection[str] = ()) -> list[Entry]:

@@ -41,7 +41,8 @@ class Reservations:
         return self._entries[allocation]
 
     def take(self, allocation: Allocation) -> Entry:
-        """The same; it is not here any more."""
+        """The same; it is not here any more. Who waited because it was may be let in."""
+        self._admission.room_changed()
         return self._entries.pop(allocation)
 
     def requeue(self, allocation: Allocation) -> None:

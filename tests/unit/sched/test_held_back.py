@@ -1,5 +1,9 @@
 """A policy that holds requests back: their chunks wait, others' do not, and they go on where they stopped."""
 
+from collections.abc import Collection
+
+from loopline.kv.ledger import Allocation
+from loopline.sched.reservations import Reservations
 from tests.support.scheduling import HoldPolicy, make, request, run_scripted
 
 
@@ -93,3 +97,26 @@ def test_nobody_waits_for_the_prefix_of_a_held_request() -> None:
         assert allocation is not None
         ledger.release(allocation)
     ledger.audit()
+
+
+class OneAtATime(HoldPolicy):
+    """Lets nobody in while a request is reserved."""
+
+    reserved: Reservations
+
+    def may_start(self, request_id: str, running: Collection[str], max_running: int, total_blocks: int) -> bool:
+        return not len(self.reserved)
+
+
+def test_a_reservation_that_starts_lets_in_who_waited_for_it() -> None:
+    """No count of running requests or of blocks changes then."""
+    policy = OneAtATime()
+    _, scheduler = make(policy=policy)
+    policy.reserved = scheduler.reserved
+    reserved = scheduler.reserve(request("reserved", 8, 5))
+    assert isinstance(reserved, Allocation)
+    assert scheduler.submit(request("waits", 8, 5)) is None
+    assert scheduler.plan() is None and scheduler.num_waiting == 1
+    scheduler.start_reserved(reserved)
+    plan = scheduler.plan()
+    assert plan is not None and sorted(plan.request_ids) == ["reserved", "waits"]
