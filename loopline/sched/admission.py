@@ -112,8 +112,8 @@ class Admission:
     # ---- letting in
 
     def admit(self, num_running: int, running: Collection[str] = ()) -> list[Entry]:
-        """Entries that run from now on, with their blocks; `num_running` do already, of which `running` are the ids of
-        those that were let in here."""
+        """Entries that run from now on, with their blocks; `num_running` do already, and `running` are their ids, those
+        of reserved ones included."""
         admitted: list[Entry] = []
         if not len(self._waiting) or num_running >= self._settings.max_running:
             return admitted

@@ -49,8 +49,9 @@ class SharesRoom(Protocol):
     """A policy that has this too is asked before a request is let in; of one that has not, every request may be."""
 
     def may_start(self, request_id: str, running: Collection[str], max_running: int, total_blocks: int) -> bool:
-        """Whether that request may take a running slot and blocks beside those that are `running`. One that may not is
-        passed by others, and asked for again when one that runs has ended: only those may stand in its way."""
+        """Whether that request may take a running slot and blocks beside those that are `running`, which hold theirs
+        whether they are computed or reserved. One that may not is passed by others, and asked for again when one of
+        those has ended: only they may stand in its way."""
         ...
 
 

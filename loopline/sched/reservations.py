@@ -2,6 +2,8 @@
 computes them. The scheduler owns one; a worker's handoff code asks it to share or requeue what the scheduler reserved.
 """
 
+from collections.abc import Iterator
+
 from loopline.errors import InvariantBroken
 from loopline.identity import Cause
 from loopline.kv.ledger import Allocation, Ledger
@@ -20,6 +22,10 @@ class Reservations:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def request_ids(self) -> Iterator[str]:
+        return (entry.request.request_id for entry in self._entries.values())
 
     @property
     def token_loops(self) -> int:

@@ -221,7 +221,9 @@ class Scheduler:
         return decode
 
     def _admit(self) -> None:
-        for entry in self._admission.admit(self.num_running, self._running):
+        if not len(self._admission):
+            return
+        for entry in self._admission.admit(self.num_running, [*self._running, *self.reserved.request_ids]):
             self._running[entry.request.request_id] = entry
             self._prefilling.add(entry)
 
