@@ -45,6 +45,10 @@ from loopline.worker.writers import ASK_AGAIN_S
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 MOST_PAUSE_S = 30.0
+_FAULTS = frozenset(
+    (Cause.TRANSFER_FAILED, Cause.TRANSFER_TIMEOUT, Cause.CORRUPTED, Cause.INCOMPLETE, Cause.PEER_LOST)
+)
+"""Why a fetch came to nothing that will happen again; a cancel or an eviction says nothing of the decode worker."""
 FetchEvent = PushArrived | PrefixAnswered | WriterClosed | Quiesced
 """What of the transfer thread and of peers is about fetches."""
 
@@ -162,8 +166,8 @@ class FetchIn:
 
     def source_gone(self, worker: WorkerId, proven: bool) -> None:
         """A decode worker left."""
-        self._pauses.forget(worker)
         self._carry_out(self._table.worker_gone(worker, proven))
+        self._pauses.forget(worker)
 
     def handle(self, event: FetchEvent) -> None:
         match event:
@@ -220,8 +224,8 @@ class FetchIn:
             match effect:
                 case Activate(key, _, _):
                     self._whole(key)
-                case GaveUp(key):
-                    self._gave_up(key, quarantines.get(key))
+                case GaveUp(key, cause):
+                    self._gave_up(key, cause, quarantines.get(key))
                 case FreeQuarantined(key, block_ids):
                     self._engine.ledger.free_quarantined(block_ids)
                 case AskClose(key, writer):
@@ -238,11 +242,12 @@ class FetchIn:
         self._ports.entered(FetchState.FETCHED)
         self._ports.landed(key, fetch.end_block - fetch.first_block)
 
-    def _gave_up(self, key: HandoffKey, quarantine: Quarantine | None) -> None:
+    def _gave_up(self, key: HandoffKey, cause: Cause, quarantine: Quarantine | None) -> None:
         """The request is computed all the same, in other blocks where some of these are in quarantine."""
         fetch = self._fetches.pop(key)
-        if fetch.is_wanted:
+        if cause in _FAULTS:
             self._pauses.failed(fetch.source)
+        if fetch.is_wanted:
             self._engine.scheduler.reserved.requeue(fetch.allocation)
         else:
             self._engine.scheduler.unreserve(fetch.allocation)

@@ -1,0 +1,81 @@
+"""When a prefill worker fetches and when it computes instead, with a scripted scheduler and a decode worker that the
+test speaks for."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from kvtransfer.commands import Command
+from loopline.fetch_messages import PrefixSent
+from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.messages import CloseState, StartPrefill
+from loopline.worker.events import PrefixAnswered, WriterClosed
+from prefill_worker.fetch_in import FIRST_PAUSE_S, FetchIn, FetchPorts, Wanted
+from tests.support.scheduling import BLOCK_SIZE, HoldPolicy, make, request
+from tests.unit.worker.clocks import OwnClock
+
+SOURCE = Peer(WorkerId("d0", 1), "decode-0", "nowhere:1")
+LIMIT_S = 30.0
+
+
+class Bench:
+    """Fetches of two blocks of prompts of three."""
+
+    def __init__(self) -> None:
+        self.ledger, self.scheduler = make(policy=HoldPolicy())
+        self.clock = OwnClock()
+        self.asked: list[Wanted] = []
+        self.to_transfer: list[Command] = []
+        self._numbers = itertools.count()
+        ports = FetchPorts(
+            to_transfer=self.to_transfer.append,
+            ask_prefix=lambda source, wanted: self.asked.append(wanted),
+            ask_close=lambda key, writer: None,
+            entered=lambda state: None,
+            landed=lambda key, num_blocks: None,
+        )
+        engine = SimpleNamespace(scheduler=self.scheduler, ledger=self.ledger)
+        self.fetches = FetchIn(engine, ports, self.clock, LIMIT_S)  # type: ignore[arg-type]
+
+    def begin(self) -> HandoffKey | None:
+        """A new request; None: it is not fetched for."""
+        name = f"r{next(self._numbers)}"
+        start = StartPrefill(
+            key=HandoffKey(name, 1),
+            request=request(name, 3 * BLOCK_SIZE, 5),
+            target=SOURCE,
+            first_block=2,
+            runs=(),
+            deadline_s=60.0,
+            fetch_from_tokens=1,
+        )
+        return start.key if self.fetches.begin(start) else None
+
+    def answer(self, key: HandoffKey, cause: Cause) -> None:
+        """The decode worker pushes nothing; the request is taken back too."""
+        self.fetches.handle(PrefixAnswered(PrefixSent(key, SOURCE.worker, cause=cause)))
+        self.fetches.handle(WriterClosed(key, SOURCE.worker, CloseState.CLOSED))
+        self.scheduler.remove(key.request_id)
+        self.ledger.audit()
+
+    def fail(self, cause: Cause) -> None:
+        key = self.begin()
+        assert key is not None
+        self.answer(key, cause)
+
+
+@pytest.mark.parametrize("cause", [Cause.CANCELLED, Cause.UNKNOWN, Cause.DUPLICATE, Cause.STALE])
+def test_an_end_that_is_no_fault_pauses_nothing(cause: Cause) -> None:
+    bench = Bench()
+    bench.fail(cause)
+    assert bench.begin() is not None
+
+
+@pytest.mark.parametrize("cause", [Cause.PEER_LOST, Cause.CORRUPTED, Cause.TRANSFER_FAILED, Cause.TRANSFER_TIMEOUT])
+def test_a_fault_pauses_fetching_for_a_second(cause: Cause) -> None:
+    bench = Bench()
+    bench.fail(cause)
+    assert bench.begin() is None
+    bench.clock.time_s += FIRST_PAUSE_S
+    assert bench.begin() is not None
