@@ -87,8 +87,9 @@ class _Fetch:
 
 
 class Pauses:
-    """From whom nothing is fetched for a while, because a fetch has failed: a second, and twice as long each time that
-    it fails again, up to 30 s. What has come through ends it."""
+    """From whom nothing is fetched for a while, because a fetch has failed: a second, and twice as long where it fails
+    again within 30 s of the end, up to 30 s. What was begun before a pause and fails in it says nothing new; what has
+    come through ends it."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -98,9 +99,14 @@ class Pauses:
         return self._clock.now_s() < self._until.get(source.uuid, (0.0, 0.0))[0]
 
     def failed(self, source: WorkerId) -> None:
-        _, last_s = self._until.get(source.uuid, (0.0, 0.0))
+        now_s = self._clock.now_s()
+        until_s, last_s = self._until.get(source.uuid, (now_s, 0.0))
+        if now_s < until_s:
+            return
+        if now_s >= until_s + MOST_PAUSE_S:
+            last_s = 0.0
         length_s = min(2 * last_s or FIRST_PAUSE_S, MOST_PAUSE_S)
-        self._until[source.uuid] = self._clock.now_s() + length_s, length_s
+        self._until[source.uuid] = now_s + length_s, length_s
 
     def forget(self, source: WorkerId) -> None:
         """It has brought something, or is gone."""
