@@ -105,8 +105,10 @@ class FetchOut:
         }
 
     def begin(self, asked: FetchAsked, reserved: Allocation, num_shared: int) -> None:
-        """Lend blocks of a reservation, of which the first `num_shared` are cached ones."""
+        """Lend blocks of a reservation, of which the first `num_shared` are cached ones. A loan of an older generation
+        ends."""
         fetch, key = asked.fetch, asked.fetch.key
+        self.end(HandoffKey(key.request_id, key.generation - 1), Cause.STALE, "a newer generation asks")
         count = sum(run.count for run in fetch.runs)
         if key.request_id in self._loans or key in self._closings.keys:
             self.refuse(asked, Cause.DUPLICATE, "the prefix is being fetched")
