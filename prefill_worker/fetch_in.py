@@ -139,14 +139,14 @@ class FetchIn:
 
     def begin(self, start: StartPrefill) -> bool:
         """Take a request whose blocks before `start.first_block` are cached at `start.target`, and fetch those that are
-        not cached here. False: they are too few, or there is no room now; nothing is held, and to have it computed is
-        the caller's."""
+        not cached here. False: they are too few, or there is no room now or others wait for it, whom it would pass;
+        nothing is held, and to have it computed is the caller's."""
         key, request, source, end_block = start.key, start.request, start.target, start.first_block
         scheduler, ledger = self._engine.scheduler, self._engine.ledger
         num_lacking = end_block - len(scheduler.find_cached(request))
         if num_lacking <= 0 or num_lacking * ledger.block_size < start.fetch_from_tokens:
             return False
-        if self._table.refusal(key) is not None or self._pauses.holds(source.worker):
+        if scheduler.num_waiting or self._table.refusal(key) is not None or self._pauses.holds(source.worker):
             return False
         allocation = scheduler.reserve(request)
         if isinstance(allocation, Cause):

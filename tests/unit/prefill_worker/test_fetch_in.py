@@ -9,10 +9,11 @@ import pytest
 from kvtransfer.commands import Command
 from loopline.fetch_messages import PrefixSent
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.kv.ledger import Allocation
 from loopline.messages import CloseState, StartPrefill
 from loopline.worker.events import PrefixAnswered, WriterClosed
 from prefill_worker.fetch_in import FIRST_PAUSE_S, MOST_PAUSE_S, FetchIn, FetchPorts, Pauses, Wanted
-from tests.support.scheduling import BLOCK_SIZE, HoldPolicy, make, request
+from tests.support.scheduling import BLOCK_SIZE, NUM_BLOCKS, HoldPolicy, make, request
 from tests.unit.worker.clocks import OwnClock
 
 SOURCE = Peer(WorkerId("d0", 1), "decode-0", "nowhere:1")
@@ -106,4 +107,14 @@ def test_several_failures_at_once_are_one_pause() -> None:
         assert key is not None
         bench.answer(key, Cause.PEER_LOST)
     bench.clock.time_s += FIRST_PAUSE_S
+    assert bench.begin() is not None
+
+
+def test_nothing_is_fetched_past_those_who_wait() -> None:
+    bench = Bench()
+    big = bench.scheduler.reserve(request("runs", (NUM_BLOCKS - 5) * BLOCK_SIZE, 5))
+    assert isinstance(big, Allocation)
+    assert bench.scheduler.submit(request("first in line", 6 * BLOCK_SIZE, 5)) is None
+    assert bench.begin() is None, "there are blocks for it, but not its turn"
+    bench.scheduler.remove("first in line")
     assert bench.begin() is not None
