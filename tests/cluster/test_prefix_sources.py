@@ -15,7 +15,7 @@ from loopline.settings import EngineSettings
 from tests.support.asking import RETURN_S, alone, prompt_of
 from tests.support.cluster import Cluster, wait_until
 from tests.support.faulty import Fault, faulty, has_committed, is_ready
-from tests.support.golden import MODELS
+from tests.support.golden import MODELS, SMALL
 
 BLOCK = 16
 FIRST, REST, ANSWER = 9 * BLOCK + 3, 5, 20
@@ -27,16 +27,16 @@ MOST_NEW_BLOCKS = -(-NEW // BLOCK) + 1
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LocalEngine]:
-    yield from cold("tiny-ouro")
+    yield from cold(SMALL)
 
 
 @pytest.fixture(scope="module")
 def huginn_engine() -> Iterator[LocalEngine]:
-    yield from cold("tiny-huginn")
+    yield from cold(MODELS / "tiny-huginn")
 
 
-def cold(name: str) -> Iterator[LocalEngine]:
-    settings = EngineSettings(model_path=str(MODELS / name), dtype="fp32", num_blocks=64, prefix_cache="off")
+def cold(checkpoint: Path) -> Iterator[LocalEngine]:
+    settings = EngineSettings(model_path=str(checkpoint), dtype="fp32", num_blocks=64, prefix_cache="off")
     engine = LocalEngine(replace(settings, noise_key="position"))
     yield engine
     engine.close()
@@ -122,7 +122,7 @@ def test_each_way_gives_the_tokens_of_a_cold_run_of_huginn(
 def test_each_way_gives_the_tokens_of_a_cold_run_and_moves_what_is_new(
     tmp_path: Path, engine: LocalEngine, source: str
 ) -> None:
-    with faulty(tmp_path, **groups(source)) as cluster:
+    with faulty(tmp_path, checkpoint=SMALL, **groups(source)) as cluster:
         size = block_bytes(cluster)
         first, *later = converse(cluster, engine)
         assert first.cached_tokens == first.fetched_bytes == 0
@@ -170,7 +170,7 @@ def test_a_fetch_that_fails_or_is_late_costs_no_token(
     tmp_path: Path, engine: LocalEngine, fault: Fault, words: str
 ) -> None:
     """What was to be fetched is computed. A push that never ends keeps its blocks until a process is gone."""
-    with faulty(tmp_path, fault, **groups("fetch", push_timeout_s=2.0)) as cluster:
+    with faulty(tmp_path, fault, checkpoint=SMALL, **groups("fetch", push_timeout_s=2.0)) as cluster:
         talk = Conversation(cluster, engine)
         assert [talk.turn().source for _ in range(3)][:2] == ["recompute", "recompute"]
         assert has_committed(tmp_path, str(fault["worker"]), words)
@@ -181,7 +181,7 @@ def test_a_fetch_that_fails_or_is_late_costs_no_token(
 
 def test_a_decode_worker_that_is_killed_while_it_lends_costs_no_token(tmp_path: Path, engine: LocalEngine) -> None:
     fault: Fault = {"worker": "decode-0", "do": "kill", "at": "pushing"}
-    with faulty(tmp_path, fault, **groups("fetch")) as cluster:
+    with faulty(tmp_path, fault, checkpoint=SMALL, **groups("fetch")) as cluster:
         pid = cluster.workers()["decode-0"].pid
         first, second, third = converse(cluster, engine)
         assert has_committed(tmp_path, "decode-0", "kill at pushing 1")
@@ -193,7 +193,7 @@ def test_a_decode_worker_that_is_killed_while_it_lends_costs_no_token(tmp_path: 
 
 def test_a_prefill_worker_that_is_killed_while_it_fetches_costs_no_token(tmp_path: Path, engine: LocalEngine) -> None:
     fault: Fault = {"worker": "prefill-0", "do": "kill", "at": "fetching"}
-    with faulty(tmp_path, fault, **groups("fetch")) as cluster:
+    with faulty(tmp_path, fault, checkpoint=SMALL, **groups("fetch")) as cluster:
         pid = cluster.workers()["prefill-0"].pid
         turns = converse(cluster, engine)
         assert has_committed(tmp_path, "prefill-0", "kill at fetching 1")
