@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.forkserver import MOST_BYTES
+from coordinator.forkserver import GO, MOST_BYTES
 
 _LOG = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -75,12 +75,14 @@ def _can_adopt() -> bool:
 
 
 class ForkServer:
-    """One process for a launcher's life. Invariant: one order at a time; after a failure there are no more."""
+    """One process for a launcher's life. Invariants: one order at a time; after a failure there are no more; what is
+    forked for an order that was given up, however late, runs nothing."""
 
-    def __init__(self, modules: Sequence[str], log_path: Path) -> None:
-        """`modules`: what `python -m` will be asked to run."""
+    def __init__(self, modules: Sequence[str], log_path: Path, *, answer_s: float = _ANSWER_S) -> None:
+        """`modules`: what `python -m` will be asked to run; `answer_s`: an order without an answer is given up then."""
         self._modules = modules
         self._log_path = log_path
+        self._answer_s = answer_s
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
         self._lock = asyncio.Lock()
@@ -112,46 +114,64 @@ class ForkServer:
     async def start(self, module: str, arguments: Sequence[str], log_fd: int, life_fd: int) -> ForkedProcess | None:
         """Run `python -m module ARGUMENTS --life-fd N`, as it were; None if that has to go the plain way. Raises
         OSError where this process lacks what watching one takes."""
-        order = json.dumps({"module": module, "arguments": list(arguments)}).encode()
         async with self._lock:
             if self._socket is None:
                 return None
-            answer, why = b"", "it has ended"
+            go_fd, let_go_fd = os.pipe()
             try:
-                socket.send_fds(self._socket, [order], [log_fd, life_fd])
-                receive = asyncio.get_running_loop().sock_recv(self._socket, MOST_BYTES)
-                answer = await asyncio.wait_for(receive, _ANSWER_S)
-            except (OSError, TimeoutError) as error:
-                why = f"it does not answer: {error!r}"
-            except BaseException:  # an answer that comes after all would be taken for the next order's
-                self._disconnect()
-                raise
+                try:
+                    told = await self._ask(self._socket, module, arguments, (log_fd, life_fd, go_fd))
+                finally:
+                    os.close(go_fd)
+                if told is None:
+                    return None
+                process = ForkedProcess(told)
+                with contextlib.suppress(BrokenPipeError):  # it has been killed meanwhile, which `process` will see
+                    os.write(let_go_fd, GO)
+                return process
+            finally:
+                os.close(let_go_fd)  # without the word, whatever was or will be forked ends
+
+    async def _ask(
+        self, connection: socket.socket, module: str, arguments: Sequence[str], fds: Sequence[int]
+    ) -> int | None:
+        """The id of a process that waits for its go; None where there is none. A failure is the fork server's end."""
+        order = json.dumps({"module": module, "arguments": list(arguments)}).encode()
+        answer, why = b"", "it has ended"
+        try:
+            socket.send_fds(connection, [order], fds)
+            receive = asyncio.get_running_loop().sock_recv(connection, MOST_BYTES)
+            answer = await asyncio.wait_for(receive, self._answer_s)
+        except (OSError, TimeoutError) as error:
+            why = f"it does not answer: {error!r}"
+        finally:  # an answer that comes after all would be taken for the next order's
             if not answer:
-                _LOG.warning("the fork server is of no use any more, %s; see %s", why, self._log_path)
-                self._disconnect()
-                return None
+                self._end()
+        if not answer:
+            _LOG.warning("the fork server is of no use any more, %s; see %s", why, self._log_path)
+            return None
         told = json.loads(answer)
         if "refused" in told:
             _LOG.info("not forked: %s", told["refused"])
             return None
-        try:
-            return ForkedProcess(told["pid"])
-        except OSError:
-            os.kill(told["pid"], signal.SIGKILL)  # what cannot be watched must not run
-            await asyncio.to_thread(os.waitpid, told["pid"], 0)
-            raise
+        return int(told["pid"])
 
     async def close(self) -> None:
         """End it; what it has forked goes on. An order in progress then ends in None. May be repeated."""
         if self._process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._kill()
         await self._process.wait()
         async with self._lock:
-            self._disconnect()
+            self._end()
 
-    def _disconnect(self) -> None:
+    def _end(self) -> None:
+        self._kill()
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()

@@ -2,10 +2,12 @@
 
 Loading it takes seconds of a processor, a fork milliseconds: a worker that was lost is back sooner, and workers of one
 machine share the memory of what they have loaded. Orders come over the socket FD from the launcher
-(`coordinator.forking`), one packet each, with the descriptors of a log and of a life pipe.
+(`coordinator.forking`), one packet each, with the descriptors of a log, of a life pipe and of a go pipe.
 
 What is forked is the launcher's own child, not this process's: the launcher is the nearest subreaper, a process in
-between ends at once, and the kernel hands its child over. So this process's end is nobody's loss.
+between ends at once, and the kernel hands its child over. So this process's end is nobody's loss. It runs nothing
+before the launcher, which watches it by then, has written to the go pipe: that pipe's end without a word means that
+the order was given up, and it ends too.
 
 It starts no thread, and forks only while it has none: nothing is in the middle of anything then. Devices, gRPC and NIXL
 are for the workers to start.
@@ -18,7 +20,6 @@ import os
 import runpy
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
@@ -29,8 +30,8 @@ from typing import Any, NoReturn
 from coordinator.child import die_with_parent
 
 MOST_BYTES = 1 << 16
-_HANDED_OVER_S = 10.0
-_PAUSE_S = 0.0005
+GO = b"g"
+_NUM_FDS = 3
 _ARG_START = 45
 """Where /proc/self/stat says, behind the name, at which addresses arguments and environment begin and end."""
 Stamps = dict[str, tuple[int, int]]
@@ -45,7 +46,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # what is shared should stay so
     while True:
-        packet, fds, _, _ = socket.recv_fds(server, MOST_BYTES, 2)
+        packet, fds, _, _ = socket.recv_fds(server, MOST_BYTES, _NUM_FDS)
         if not packet:
             return
         answer = _carry_out(json.loads(packet), fds, launcher, loaded)
@@ -90,15 +91,17 @@ def _become(module: str, arguments: Sequence[str], fds: Sequence[int], launcher:
     """Run the module as a process of the launcher's, with a session and a log of its own."""
     status = 1
     try:
-        log_fd, life_fd = fds
+        log_fd, life_fd, go_fd = fds
         _close_all_but(fds)
+        if os.read(go_fd, 1) != GO:
+            raise SystemExit(f"{module} is not run: its launcher has given the order up")
+        os.close(go_fd)
         os.setsid()
         null_fd = os.open(os.devnull, os.O_RDONLY)
         for target, source in ((0, null_fd), (1, log_fd), (2, log_fd)):
             os.dup2(source, target)
         os.close(null_fd)
         os.close(log_fd)
-        _wait_handed_over(launcher)
         die_with_parent()
         if os.getppid() != launcher:
             raise ProcessLookupError(f"launcher {launcher} is gone")
@@ -124,13 +127,6 @@ def _close_all_but(fds: Sequence[int]) -> None:
     for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
         os.closerange(first, fd)
         first = fd + 1
-
-
-def _wait_handed_over(launcher: int) -> None:
-    """Until the process in between has ended: before, its end would count as the parent's."""
-    end_s = time.monotonic() + _HANDED_OVER_S
-    while os.getppid() != launcher and time.monotonic() < end_s:
-        time.sleep(_PAUSE_S)
 
 
 def _show_arguments(words: Sequence[str]) -> None:

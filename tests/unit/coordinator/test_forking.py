@@ -1,7 +1,12 @@
 import asyncio
+import contextlib
 import ctypes
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -24,11 +29,13 @@ def adopts_nobody_afterwards() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def opened(folder: Path, *modules: str) -> AsyncIterator[ForkServer]:
-    server = ForkServer(modules, folder / "forkserver.log")
+async def opened(folder: Path, *modules: str, **options: float) -> AsyncIterator[ForkServer]:
+    server = ForkServer(modules, folder / "forkserver.log", **options)
     await server.open()
-    yield server
-    await server.close()
+    try:
+        yield server
+    finally:
+        await server.close()
 
 
 async def started(folder: Path, server: ForkServer, *arguments: str) -> Child:
@@ -41,6 +48,15 @@ async def started(folder: Path, server: ForkServer, *arguments: str) -> Child:
 
 def words_of(pid: int) -> list[str]:
     return " ".join(psutil.Process(pid).cmdline()).split()
+
+
+def process_of_server() -> psutil.Process:
+    (process,) = [child for child in psutil.Process().children() if "coordinator.forkserver" in child.cmdline()]
+    return process
+
+
+def running_children() -> list[int]:
+    return [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def is_forked(child: Child) -> bool:
@@ -95,8 +111,7 @@ def test_the_end_of_the_fork_server_is_nobodys_loss(tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as server:
             before = await started(tmp_path, server)
-            (process,) = [child for child in psutil.Process().children() if "coordinator.forkserver" in child.cmdline()]
-            process.kill()
+            process_of_server().kill()
             after = await started(tmp_path, server)
             assert before.is_alive and not is_forked(after)
         assert before.is_alive and after.is_alive
@@ -162,3 +177,74 @@ def test_what_has_threads_is_not_forked(tmp_path: Path, monkeypatch: pytest.Monk
             assert await child.reap() == -signal.SIGTERM
 
     asyncio.run(main())
+
+
+async def only_one_runs(folder: Path, server: ForkServer) -> None:
+    """After an order was given up: its process must not run beside the one that takes its place."""
+    child = await started(folder, server)
+    assert not is_forked(child)
+    await until(lambda: running_children() == [child.pid], "whatever was forked for it has ended")
+    assert (folder / "child.log").read_text() == "started\n"
+    child.terminate()
+    await child.reap()
+
+
+def test_an_order_without_an_answer_starts_nothing_later(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path, answer_s=0.1) as server:
+            process_of_server().suspend()  # as long as loading may take
+            await only_one_runs(tmp_path, server)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("turns", [1, 20, 200])
+def test_an_order_that_is_cancelled_at_any_moment_starts_nothing(tmp_path: Path, turns: int) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as server:
+            first = await started(tmp_path, server)
+            assert is_forked(first)
+            first.terminate()
+            await first.reap()
+            order = asyncio.ensure_future(start_child("child", MODULE, ["--stubborn"], tmp_path / "given_up", server))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            order.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                child = await order
+                child.kill()
+                await child.reap()
+                return
+            await only_one_runs(tmp_path, server)
+            assert (tmp_path / "given_up").read_text() == ""
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("word", [b"", b"g"])
+def test_what_is_forked_runs_at_a_word_and_ends_without(tmp_path: Path, word: bytes) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    life_fd, write_fd = os.pipe()
+    go_fd, let_go_fd = os.pipe()
+    with theirs, (tmp_path / "forkserver.log").open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "coordinator.forkserver", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stderr=log,
+        )
+    with ours, (tmp_path / "log").open("wb") as log:
+        ours.settimeout(30.0)
+        order = json.dumps({"module": MODULE, "arguments": ["--fail"]}).encode()
+        socket.send_fds(ours, [order], [log.fileno(), life_fd, go_fd])
+        pid = json.loads(ours.recv(1 << 16))["pid"]
+        server.kill()
+        server.wait()
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+        os.write(let_go_fd, word)
+        os.close(let_go_fd)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    for fd in (life_fd, write_fd, go_fd):
+        os.close(fd)
+    assert ("the machine has no such thing" in (tmp_path / "log").read_text()) == bool(word)
+    assert ("has given the order up" in (tmp_path / "forkserver.log").read_text()) != bool(word)
