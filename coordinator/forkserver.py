@@ -49,7 +49,10 @@ def main() -> None:
         packet, fds, _, _ = socket.recv_fds(server, MOST_BYTES, _NUM_FDS)
         if not packet:
             return
-        answer = _carry_out(json.loads(packet), fds, launcher, loaded)
+        try:
+            answer = _carry_out(json.loads(packet), fds, launcher, loaded)
+        except OSError as error:  # processes or descriptors are short for a moment: the next order may be carried out
+            answer = {"refused": f"the machine refuses: {error}"}
         for fd in fds:
             os.close(fd)
         server.send(json.dumps(answer).encode())
@@ -65,13 +68,20 @@ def _load(module: str) -> None:
 
 
 def _carry_out(order: dict[str, Any], fds: Sequence[int], launcher: int, loaded: Stamps) -> dict[str, Any]:
-    """The new process's id, or why there is none."""
+    """The new process's id, or why there is none. Raises OSError where the machine has too little of something."""
+    if len(fds) != _NUM_FDS:
+        return {"refused": f"{len(fds)} descriptors of {_NUM_FDS} have come through"}
     if len(os.listdir("/proc/self/task")) > 1:
         return {"refused": "what was loaded has started threads"}
     if _stamps() != loaded:
         return {"refused": "the code on disk is no longer what was loaded"}
     read_fd, write_fd = os.pipe()
-    between = os.fork()
+    try:
+        between = os.fork()
+    except OSError:
+        os.close(read_fd)
+        os.close(write_fd)
+        raise
     if between == 0:
         try:
             pid = os.fork()

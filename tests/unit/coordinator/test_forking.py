@@ -248,3 +248,30 @@ def test_what_is_forked_runs_at_a_word_and_ends_without(tmp_path: Path, word: by
         os.close(fd)
     assert ("the machine has no such thing" in (tmp_path / "log").read_text()) == bool(word)
     assert ("has given the order up" in (tmp_path / "forkserver.log").read_text()) != bool(word)
+
+
+def test_a_moment_without_processes_ends_no_forking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fork fails: that process goes the plain way, the next one is forked, and no descriptor stays behind."""
+    (tmp_path / "short_of_processes.py").write_text(
+        "import errno, os\n"
+        "fork, failures = os.fork, [OSError(errno.EAGAIN, 'no more processes')]\n"
+        "def try_fork():\n"
+        "    if failures:\n"
+        "        raise failures.pop()\n"
+        "    return fork()\n"
+        "os.fork = try_fork\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+    async def main() -> None:
+        async with opened(tmp_path, "short_of_processes") as server:
+            fds_of_server: list[list[str]] = []
+            for is_from_there in (False, True):
+                child = await started(tmp_path, server)
+                assert is_forked(child) == is_from_there
+                child.terminate()
+                await child.reap()
+                fds_of_server.append(sorted(os.listdir(f"/proc/{process_of_server().pid}/fd")))
+            assert fds_of_server[0] == fds_of_server[1]
+
+    asyncio.run(main())
