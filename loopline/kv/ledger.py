@@ -73,12 +73,14 @@ class Ledger:
         return self._promised
 
     def counts(self) -> BlockCounts:
-        """Blocks by state."""
+        """Blocks by state. Shared ones that only a quarantine holds are quarantined: nobody can have them before it
+        ends."""
+        num_lent = sum(1 for block_id, times in self._lent.items() if self._holders[block_id] == times)
         return BlockCounts(
             free=self._pool.num_free,
-            held=self._num_held,
+            held=self._num_held - num_lent,
             cached=self.prefix.num_evictable,
-            quarantined=len(self._quarantined),
+            quarantined=len(self._quarantined) + num_lent,
             total=self._pool.total,
         )
 
@@ -165,7 +167,7 @@ class Ledger:
     def quarantine(self, allocation: Allocation, block_ids: Sequence[int]) -> None:
         """Release `allocation`, except that `block_ids` of it stay off limits: a remote peer may still use them.
 
-        Shared blocks among them stay held instead: nobody writes a shared block, so others may go on reading it. They
+        Shared blocks among them can still be found: nobody writes a shared block, so others may go on reading it. They
         must be the allocation's first ones, because who holds a block of a chain holds all before it.
         """
         self._check_live(allocation)

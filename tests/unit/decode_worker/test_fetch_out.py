@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from decode_worker.fetch_out import FetchOut
-from kvtransfer.commands import CloseReport, Command, PeerConnected
+from kvtransfer.commands import CloseReport, Command, PeerConnected, PeerRemoved
 from loopline.fetch_messages import FetchPrefix, PrefixSent
 from loopline.identity import BlockRun, Cause, HandoffKey, Peer, WorkerId
 from loopline.kv.ledger import Allocation
@@ -68,3 +68,21 @@ def test_a_newer_generation_ends_the_loan_of_an_older_one(bench: Bench) -> None:
     assert bench.answers[-1].cause is Cause.DUPLICATE
     assert bench.lending.counts()["lending"] == 1
     bench.end(second)
+
+
+def test_blocks_of_a_failed_loan_are_counted_as_in_quarantine_once_nobody_else_holds_them(bench: Bench) -> None:
+    bench.lending.handle(PeerConnected(READER, "tcp", 1.0))
+    reserved = bench.lend(1)
+    bench.lending.end(HandoffKey("r", 1), Cause.CANCELLED, "given up")
+    bench.lending.handle(CloseReport(HandoffKey("r", 1), CloseState.FAILED, ()))
+    assert (bench.ledger.counts().quarantined, bench.ledger.counts().held) == (0, 3)
+    bench.end(reserved)
+    assert (bench.ledger.counts().quarantined, bench.ledger.counts().held) == (NUM_LENT, 0)
+    again = bench.scheduler.reserve(request("again", 3 * BLOCK_SIZE, 5))  # others may still read them
+    assert isinstance(again, Allocation)
+    assert bench.ledger.written_tokens(again, 2) == NUM_LENT * BLOCK_SIZE
+    assert (bench.ledger.counts().quarantined, bench.ledger.counts().held) == (0, 3)
+    bench.end(again)
+    bench.lending.handle(PeerRemoved(READER.worker))
+    counts = bench.ledger.counts()
+    assert (counts.quarantined, counts.held, counts.free + counts.cached) == (0, 0, counts.total)
