@@ -143,10 +143,10 @@ class FetchIn:
         nothing is held, and to have it computed is the caller's."""
         key, request, source, end_block = start.key, start.request, start.target, start.first_block
         scheduler, ledger = self._engine.scheduler, self._engine.ledger
+        if scheduler.num_waiting or self._table.refusal(key) is not None or self._pauses.holds(source.worker):
+            return False
         num_lacking = end_block - len(scheduler.find_cached(request))
         if num_lacking <= 0 or num_lacking * ledger.block_size < start.fetch_from_tokens:
-            return False
-        if scheduler.num_waiting or self._table.refusal(key) is not None or self._pauses.holds(source.worker):
             return False
         allocation = scheduler.reserve(request)
         if isinstance(allocation, Cause):

@@ -60,6 +60,7 @@ class Admission:
         self._computing: dict[bytes, Entry] = {}  # digest of a block that is being computed -> who does it
         self._news = 0  # counts what may let a waiting request in
         self._stuck_at: tuple[int, ...] | None = None
+        self._looked_at: Entry | None = None  # neither waiting nor running
         self._waited_for: list[Entry] = []  # who computed a prefix that others wait for, at the last look
         self.num_preempted = 0
         self.prefix_counts = PrefixCounts()
@@ -85,8 +86,15 @@ class Admission:
         return None if self._waiting.push(self.entry_of(request)) else Cause.NO_ROOM
 
     def entry_of(self, request: Request) -> Entry:
-        """A new entry, with the digests of its whole blocks where prefixes are shared."""
-        return Entry.of(request, self._digests(request))
+        """A new entry, with the digests of its whole blocks where prefixes are shared; the one of `look`, if that was
+        the last request that was looked at."""
+        looked, self._looked_at = self._looked_at, None
+        return looked if looked is not None and looked.request is request else Entry.of(request, self._digests(request))
+
+    def look(self, request: Request) -> Entry:
+        """The entry of a request that may come next: its prompt is hashed now and not again then."""
+        self._looked_at = self.entry_of(request)
+        return self._looked_at
 
     def put_back(self, entry: Entry) -> None:
         """An entry whose blocks were taken from it waits in front of all others."""
@@ -147,6 +155,7 @@ class Admission:
         digests = entry.digests.digests if entry.digests is not None else []
         allocation = self._hold(request, num_known, digests[: (num_known - 1) // self._ledger.block_size])
         if allocation is None:
+            self._looked_at = entry  # to be queued, perhaps
             return None
         entry.allocation = allocation
         entry.num_cached = self._ledger.written_tokens(allocation, entry.depth)

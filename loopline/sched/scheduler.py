@@ -109,7 +109,7 @@ class Scheduler:
 
     def find_cached(self, request: Request) -> list[int]:
         """Ids of the cached blocks that this request would share if it came now; nothing is held."""
-        entry = self._admission.entry_of(request)
+        entry = self._admission.look(request)
         return [] if entry.digests is None else self._ledger.prefix.match(entry.digests.digests)
 
     def token_loops(self) -> int:

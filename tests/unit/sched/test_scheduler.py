@@ -4,9 +4,11 @@ import pytest
 
 from loopline.errors import InvariantBroken
 from loopline.identity import Cause
+from loopline.kv.digests import BlockDigests
 from loopline.kv.ledger import Allocation, Ledger
 from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request
+from loopline.sched.entry import Entry
 from loopline.sched.plan import NOT_FINITE, StepPlan, StepResult
 from loopline.sched.scheduler import Scheduler
 from loopline.settings import SchedulerSettings
@@ -320,3 +322,30 @@ def test_the_block_of_the_last_known_token_is_never_shared_by_a_reservation() ->
     ledger.quarantine(given_up, ledger.block_ids(given_up)[3:])
     ledger.audit()
     assert ledger.counts().quarantined == 1
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_prompt_that_was_looked_at_is_hashed_once(has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked for in the cache, then reserved for, and queued where there is no room."""
+    hashed: list[str] = []
+    make_entry = Entry.of
+
+    def counting(request: Request, digests: BlockDigests | None) -> Entry:
+        hashed.append(request.request_id)
+        return make_entry(request, digests)
+
+    monkeypatch.setattr(Entry, "of", counting)
+    ledger, scheduler = make(parts=("model",))
+    holder = scheduler.reserve(request("holder", (1 if has_room else NUM_BLOCKS) * BLOCK_SIZE, 0))
+    assert isinstance(holder, Allocation)
+    one = request("one", 3 * BLOCK_SIZE, 2)
+    assert scheduler.find_cached(one) == scheduler.find_cached(one) == []
+    allocation = scheduler.reserve(one)
+    assert isinstance(allocation, Allocation) == has_room
+    if not has_room:
+        assert scheduler.submit(one) is None
+    assert hashed == ["holder", "one"]
+    other = request("one", 3 * BLOCK_SIZE, 2)
+    scheduler.find_cached(other)
+    assert hashed == ["holder", "one", "one"], "another request of that name has an entry of its own"
+    ledger.audit()
