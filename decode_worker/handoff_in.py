@@ -59,10 +59,9 @@ from loopline.messages import (
 from loopline.request import Request
 from loopline.sched.plan import StepOutcome
 from loopline.telemetry.logs import about
-from loopline.worker.deadlines import Deadlines
+from loopline.worker.deadlines import ASK_AGAIN_S, Deadlines
 from loopline.worker.events import BeginDrain, CommitReceived, CoordinatorLost, FetchAsked, WriterClosed
 from loopline.worker.faults import no_fault
-from loopline.worker.writers import ASK_AGAIN_S
 
 logger = logging.getLogger(__name__)
 

@@ -38,9 +38,8 @@ from loopline.kv.block_pool import runs_of
 from loopline.kv.ledger import Allocation
 from loopline.messages import StartPrefill
 from loopline.telemetry.logs import about
-from loopline.worker.deadlines import Deadlines
+from loopline.worker.deadlines import ASK_AGAIN_S, Deadlines
 from loopline.worker.events import PrefixAnswered, WriterClosed
-from loopline.worker.writers import ASK_AGAIN_S
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0

@@ -1,4 +1,6 @@
-"""When what ends: deadlines of a worker's requests, on an injected clock. Deadlines travel as remaining time."""
+"""When what ends, and when it is asked for again: deadlines of a worker's requests, on an injected clock. Deadlines
+travel as remaining time.
+"""
 
 import heapq
 from collections.abc import Callable
@@ -6,6 +8,8 @@ from collections.abc import Callable
 from loopline.clock import Clock
 from loopline.identity import HandoffKey
 
+ASK_AGAIN_S = 1.0
+"""How often writers are asked again to close what they have not closed."""
 _SWEEP_FIRST = 256
 
 

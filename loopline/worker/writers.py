@@ -18,8 +18,6 @@ from loopline.worker.events import CloseAsked, WriterClosed
 from loopline.worker.peer_calls import Answer, PeerCalls, describe
 
 logger = logging.getLogger(__name__)
-ASK_AGAIN_S = 1.0
-"""How often writers are asked again to close what they have not closed."""
 _CLOSE_TIMEOUT_S = 10.0
 _CLOSE_POLL_S = 5.0
 

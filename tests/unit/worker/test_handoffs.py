@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from decode_worker.handoff_in import ASK_AGAIN_S
 from kvtransfer.commands import Close, Quiesce, Quiesced
 from loopline.engine.engine import Engine
 from loopline.identity import BlockRun, Cause, HandoffKey
@@ -26,6 +25,7 @@ from loopline.messages import (
     StepTokens,
 )
 from loopline.request import FinishReason, Request, SamplingParams
+from loopline.worker.deadlines import ASK_AGAIN_S
 from loopline.worker.events import BeginDrain, CommitAnswered, CommitReceived, CommitUndelivered
 from tests.support.pair import PUSH_TIMEOUT_S, Pair, make_engines
 from tests.unit.worker.clocks import OwnClock
