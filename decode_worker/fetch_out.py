@@ -33,9 +33,9 @@ from kvtransfer.commands import (
     PushFailed,
     RemovePeer,
 )
-from kvtransfer.handoff import FetchState, SendState
+from kvtransfer.handoff import SendState
 from loopline.engine.engine import Engine
-from loopline.fetch_messages import FetchPrefix, PrefixSent
+from loopline.fetch_messages import FetchPrefix, FetchState, PrefixSent
 from loopline.identity import Cause, HandoffKey, WorkerId
 from loopline.kv.block_pool import ids_of
 from loopline.kv.ledger import Allocation

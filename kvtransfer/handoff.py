@@ -34,14 +34,6 @@ class ReceiveState(StrEnum):
     CLOSED = "closed"  # left the table: no block is held for it any more
 
 
-class FetchState(StrEnum):
-    """What heartbeats and metrics say of a fetch, so that it is not taken for a handoff."""
-
-    FETCHING = "fetching"  # the prefill worker holds blocks for it and has asked
-    FETCHED = "fetched"  # all of it is there, and the request is computed
-    LENDING = "lending"  # the decode worker has pinned cached blocks, and pushes them
-
-
 class ReceiveMove(StrEnum):
     """What can happen to a handoff on the receiving side."""
 

@@ -1,11 +1,21 @@
 """What a prefill and a decode worker say to each other about a fetch, the handoff in reverse: the decode worker writes
-cached blocks of a prompt into the prefill worker's arena. Frozen records, no I/O; `loopline.messages` has all others.
+cached blocks of a prompt into the prefill worker's arena; and the words for where one stands. Frozen records, no I/O;
+`loopline.messages` has all others.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from loopline.identity import BlockRun, Cause, HandoffKey, Peer, RegionManifest, WorkerId
 from loopline.messages import PushRange
+
+
+class FetchState(StrEnum):
+    """What heartbeats and metrics say of a fetch, so that it is not taken for a handoff."""
+
+    FETCHING = "fetching"  # the prefill worker holds blocks for it and has asked
+    FETCHED = "fetched"  # all of it is there, and the request is computed
+    LENDING = "lending"  # the decode worker has pinned cached blocks, and pushes them
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from kvtransfer.commands import Command, PushArrived, Quiesce, Quiesced
 from kvtransfer.handoff import (
     Activate,
     AskClose,
-    FetchState,
     FreeQuarantined,
     GaveUp,
     Ignored,
@@ -32,7 +31,7 @@ from kvtransfer.receive_table import ReceiveTable
 from kvtransfer.verify import digest_of
 from loopline.clock import Clock
 from loopline.engine.engine import Engine
-from loopline.fetch_messages import PrefixSent
+from loopline.fetch_messages import FetchState, PrefixSent
 from loopline.identity import BlockRun, Cause, HandoffKey, Peer, WorkerId
 from loopline.kv.block_pool import runs_of
 from loopline.kv.ledger import Allocation
@@ -44,9 +43,7 @@ from loopline.worker.events import PrefixAnswered, WriterClosed
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S = 1.0
 MOST_PAUSE_S = 30.0
-_FAULTS = frozenset(
-    (Cause.TRANSFER_FAILED, Cause.TRANSFER_TIMEOUT, Cause.CORRUPTED, Cause.INCOMPLETE, Cause.PEER_LOST)
-)
+_FAULTS = frozenset((Cause.TRANSFER_FAILED, Cause.TRANSFER_TIMEOUT, Cause.CORRUPTED, Cause.INCOMPLETE, Cause.PEER_LOST))
 """Why a fetch came to nothing that will happen again; a cancel or an eviction says nothing of the decode worker."""
 FetchEvent = PushArrived | PrefixAnswered | WriterClosed | Quiesced
 """What of the transfer thread and of peers is about fetches."""

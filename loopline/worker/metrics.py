@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import Metric
 
-from kvtransfer.handoff import FetchState, ReceiveState, SendState
+from kvtransfer.handoff import ReceiveState, SendState
 from kvtransfer.push_counts import PushCounts, PushResult
 from loopline.engine.engine import Engine
 from loopline.engine.step_counts import TokenPhase
 from loopline.errors import AddressInUse
+from loopline.fetch_messages import FetchState
 from loopline.identity import BudgetCounts, Cause, Role, WorkerLoad
 from loopline.messages import Granted, LocalPrefillStarted, Prefilled, RequestFailed, Reserved, WorkerMessage
 from loopline.telemetry import catalogue

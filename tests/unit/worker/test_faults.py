@@ -12,11 +12,12 @@ import yaml
 
 from kvtransfer.agent import TransferAgent
 from kvtransfer.faulty_agent import FaultyAgent
-from kvtransfer.handoff import FetchState, ReceiveState, SendState
+from kvtransfer.handoff import ReceiveState, SendState
 from kvtransfer.local_agent import LocalAgent, LocalHub
 from loopline.config import load_config
 from loopline.errors import ConfigError
 from loopline.faults import KINDS, MESSAGES, PUSHING, STATES
+from loopline.fetch_messages import FetchState
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.messages import Cancel, CoordinatorMessage, PairFailed, PairReady, Reserve, StartPrefill, WorkerMessage
 from loopline.request import Request, SamplingParams
