@@ -17,11 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.forkserver import GO, MOST_BYTES
+from coordinator.orphans import reap_orphans
 
 _LOG = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
 _ANSWER_S = 120.0
 """The first answer takes as long as loading does."""
+_LOOK_S = 10.0
+"""Between looks for orphans that have ended: zombies cost little."""
 
 
 class ForkedProcess:
@@ -78,20 +81,27 @@ class ForkServer:
     """One process for a launcher's life. Invariants: one order at a time; after a failure there are no more; what is
     forked for an order that was given up, however late, runs nothing."""
 
-    def __init__(self, modules: Sequence[str], log_path: Path, *, answer_s: float = _ANSWER_S) -> None:
-        """`modules`: what `python -m` will be asked to run; `answer_s`: an order without an answer is given up then."""
+    def __init__(
+        self, modules: Sequence[str], log_path: Path, *, answer_s: float = _ANSWER_S, look_s: float = _LOOK_S
+    ) -> None:
+        """`modules`: what `python -m` will be asked to run; `answer_s`: an order without an answer is given up then;
+        `look_s`: how often orphans are reaped that this process was given."""
         self._modules = modules
         self._log_path = log_path
         self._answer_s = answer_s
+        self._look_s = look_s
+        self._looks: asyncio.Task[None] | None = None
+        self._forked: list[ForkedProcess] = []
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
         self._lock = asyncio.Lock()
 
     async def open(self) -> None:
         """Begin to load; that does not wait for it. On Linux only: elsewhere, and where it cannot be started, all goes
-        the plain way."""
+        the plain way. Until `close` orphans that end are reaped."""
         if not _can_adopt():
             return
+        self._looks = asyncio.get_running_loop().create_task(self._reap_orphans())
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs, self._log_path.open("ab") as log:
@@ -126,6 +136,7 @@ class ForkServer:
                 if told is None:
                     return None
                 process = ForkedProcess(told)
+                self._forked.append(process)
                 with contextlib.suppress(BrokenPipeError):  # it has been killed meanwhile, which `process` will see
                     os.write(let_go_fd, GO)
                 return process
@@ -158,12 +169,24 @@ class ForkServer:
 
     async def close(self) -> None:
         """End it; what it has forked goes on. An order in progress then ends in None. May be repeated."""
+        if self._looks is not None:
+            self._looks.cancel()
+            await asyncio.wait([self._looks])
         if self._process is None:
             return
         self._kill()
         await self._process.wait()
         async with self._lock:
             self._end()
+
+    async def _reap_orphans(self) -> None:
+        """What was forked for an order that was given up is one of them."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            async with self._lock:  # what is being forked is nobody's yet
+                self._forked = [process for process in self._forked if process.returncode is None]
+                with contextlib.suppress(OSError):  # no descriptor to look with: the next look may have one
+                    reap_orphans({process.pid for process in self._forked})
 
     def _end(self) -> None:
         self._kill()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from coordinator.forking import ForkedProcess, ForkServer
+from coordinator.orphans import reap_orphans
 from coordinator.processes import Child, end_children, start_child
 from tests.unit.coordinator.cluster import until
 
@@ -57,6 +58,23 @@ def process_of_server() -> psutil.Process:
 
 def running_children() -> list[int]:
     return [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def orphan() -> int:
+    """The id of a process that this one was given, in the session of one that has ended."""
+    words = ["sh", "-c", "sleep 600 >&2 & echo $!"]
+    return int(subprocess.run(words, start_new_session=True, stdout=subprocess.PIPE, check=True).stdout)
+
+
+def end(pid: int) -> None:
+    """It is a zombie afterwards."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+def own_children() -> list[subprocess.Popen[bytes]]:
+    """In this process's session, and in one of their own."""
+    return [subprocess.Popen(["sh", "-c", "exit 7"], start_new_session=is_new) for is_new in (False, True)]
 
 
 def is_forked(child: Child) -> bool:
@@ -275,3 +293,50 @@ def test_a_moment_without_processes_ends_no_forking(tmp_path: Path, monkeypatch:
             assert fds_of_server[0] == fds_of_server[1]
 
     asyncio.run(main())
+
+
+def test_an_orphan_is_reaped_and_nobody_elses_child(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path, look_s=0.01) as server:
+            mine = own_children()
+            await until(lambda: all(psutil.Process(one.pid).status() == "zombie" for one in mine), "they have ended")
+            forked = await started(tmp_path, server)
+            plain = await start_child("child", MODULE, ["--fail"], tmp_path / "log")
+            left = orphan()
+            assert psutil.Process(left).ppid() == os.getpid()
+            os.kill(left, signal.SIGKILL)
+            await until(lambda: not psutil.pid_exists(left), "it is reaped")
+            forked.terminate()
+            assert await forked.reap() == -signal.SIGTERM
+            assert await plain.reap() == 1
+            assert [one.wait() for one in mine] == [7, 7]
+
+    asyncio.run(main())
+
+
+def test_what_was_forked_for_a_given_up_order_is_reaped(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path, look_s=0.01) as server:
+            order = asyncio.ensure_future(start_child("child", MODULE, [], tmp_path / "log", server))
+            await until(lambda: len(running_children()) > 1, "it is forked")
+            order.cancel()
+            await asyncio.wait([order])
+            if not order.cancelled():
+                child = await order
+                child.kill()
+                await child.reap()
+            await until(lambda: not psutil.Process().children(), "nothing is left of it")
+
+    asyncio.run(main())
+
+
+def test_of_several_only_what_is_not_kept_is_reaped() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    kept, other, living = orphan(), orphan(), orphan()
+    end(kept)
+    end(other)
+    assert reap_orphans({kept}) == [other]
+    assert reap_orphans({kept}) == []
+    end(living)
+    assert sorted(reap_orphans(())) == sorted([kept, living])
+    assert reap_orphans(()) == []
