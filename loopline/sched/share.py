@@ -11,8 +11,12 @@ while too many steps pass the bound. The first prompt of all starts with the lea
 twice what one has carried within the bound. What is wrong in the model corrects itself: `each` is that of the shares
 which are given, so where they settle a step takes what was predicted.
 
+That holds as long as `decode(rows)` is right. Steps with both cannot tell slower rows from dearer prompts, and would
+leave the share small; so while the estimate limits it, one step of many carries no prompt and measures the rows. What
+that moves is made up for in `each`, such that the last step with both is predicted as before.
+
 Passes over rows are padded, so a prompt's share is one of a few numbers of rows (`RowSteps`). The least of these is
-given in any case: a prompt always progresses, and `num_least` counts the steps in which that was against the
+given in all other steps: a prompt always progresses, and `num_least` counts the steps in which that was against the
 prediction.
 """
 
@@ -30,6 +34,9 @@ _LEAST_MARGIN, _MOST_MARGIN = 6.0, 64.0  # deviations
 _PASSED_SHARE = 0.005  # of steps that may pass the bound; beyond it the margin grows
 _WIDER = 1.5  # times so much for each step that does
 _MOST_ROW_COUNTS = 64
+_ALONE_EVERY = 64  # steps with prompts, and then one of decode rows alone
+_ALONE_AGAIN = 8  # where the last such step took much longer than the mean
+_MUCH_LONGER = 1.1  # times
 
 
 @dataclass(frozen=True)
@@ -71,6 +78,10 @@ class RunningMean:
         self._count += 1
         self.mean += (value - self.mean) * max(_NEWEST, 1 / self._count)
 
+    def correct(self, value: float) -> None:
+        """It is known to be `value` by something else than a measurement of it."""
+        self.mean = value
+
     def lower_to(self, value: float) -> None:
         """It is known not to be above `value`."""
         self.mean = min(self.mean, value) if self.is_known else value
@@ -80,7 +91,7 @@ class RunningMean:
 class PromptShare:
     """Learns what steps take, and says how much of prompts the next one may carry. Pure: it is told all times.
 
-    Invariant: at least one pass of the least number of rows is always granted.
+    Invariant: at least one pass of the least number of rows is granted in seven steps of eight.
     """
 
     def __init__(self, bound_s: float | None, rows: RowSteps) -> None:
@@ -97,21 +108,30 @@ class PromptShare:
         self._deviation_s = 0.0
         self._margin = _LEAST_MARGIN
         self._proven = 0  # most token-loops of prompts that a step has carried within the bound
+        self._last_both: tuple[int, int] | None = None  # decode work and prompts, if the last step had both
+        self._until_alone = _ALONE_EVERY  # shares that the estimate may still limit before a step without prompts
 
     def token_loops(self, decode: Mapping[int, int], depth: int) -> int | None:
         """Most token-loops of prompts in a step with decode rows, whose numbers stand in `decode` by depth; None: no
-        bound. `depth`: of the prompt that is first, which gets a pass of the least number of rows in any case."""
+        bound. `depth`: of the prompt that is first, which gets a pass of the least number of rows. 0: this step is to
+        measure the decode rows alone. To be asked once for a step that has prompts."""
         if self.bound_s is None:
             return None
         least = self.rows.padded(1) * depth
         if not self._each.is_known:
             return least
+        most = 2 * max(least, self._proven)
         spare_s = self.bound_s - self._decode_s(_decode_work(decode)) - self._margin * self._deviation_s
+        if self._each.mean * most <= spare_s:
+            return most
+        self._until_alone -= 1
+        if self._until_alone < 0:
+            self._until_alone = _ALONE_EVERY
+            return 0
         if spare_s < least * self._each.mean:
             self.num_least += 1
             return least
-        most = 2 * max(least, self._proven)
-        return most if self._each.mean * most <= spare_s else max(least, int(spare_s / self._each.mean))
+        return max(least, int(spare_s / self._each.mean))
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step of this plan took so long, counted from the end of the one before it where they followed at once."""
@@ -130,16 +150,23 @@ class PromptShare:
         self._observe_both(work, prompts, prompts <= least, seconds)
 
     def _observe_decode(self, work: int, seconds: float) -> None:
+        before_s = self._decode_s(work)
         known = self._decode.pop(work, None) or RunningMean()
+        is_much_longer = known.is_known and seconds > known.mean * _MUCH_LONGER
+        self._until_alone = _ALONE_AGAIN if is_much_longer else _ALONE_EVERY
         if known.is_known:
             seconds = min(seconds, known.mean * 2)  # an outlier; what lasts is followed all the same
         known.observe(seconds)
         self._decode[work] = known  # the latest last
+        if self._last_both is not None and self._last_both[0] == work and self._each.is_known:
+            self._each.correct(max(0.0, self._each.mean + (before_s - known.mean) / self._last_both[1]))
+        self._last_both = None
         if len(self._decode) > _MOST_ROW_COUNTS:
             del self._decode[next(iter(self._decode))]
 
     def _observe_both(self, work: int, prompts: int, is_least: bool, seconds: float) -> None:
         assert self.bound_s is not None
+        self._last_both = work, prompts
         has_passed = seconds > self.bound_s
         self.num_passed += has_passed
         is_too_narrow = has_passed and not is_least  # of the least share no margin makes less

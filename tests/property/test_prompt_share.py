@@ -2,11 +2,14 @@
 whatever the bound is, a prompt is computed to its end."""
 
 import random
+from types import SimpleNamespace
+from typing import cast
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loopline.sched.share import RowSteps
+from loopline.sched.plan import StepPlan
+from loopline.sched.share import TILES, PromptShare, RowSteps
 from loopline.settings import SchedulerSettings
 from tests.support.scheduling import request
 from tests.support.simulated import Machine, Simulated, p99
@@ -66,3 +69,40 @@ def test_a_prompt_progresses_whatever_the_bound(machine: Machine, spare: float, 
     assert all(share >= least for share in made.shares[:-1])
     assert made.scheduler.share.num_passed > 0 or spare > 1 / (1 + NOISE)
     made.ledger.audit()
+
+
+@SLOW
+@given(st.floats(1.0, 30.0), st.floats(0.0, 1.0), st.floats(0.005, 0.1), st.floats(1.1, 4.0), st.integers(0, 99))
+def test_a_share_that_slower_rows_made_small_comes_back(
+    decode_ms: float, pass_ms: float, token_loop_ms: float, slower: float, seed: int
+) -> None:
+    """Prompts are always there, so no step is without them but for the share's own."""
+    noise = random.Random(seed)
+    bound_ms = 1.3 * (decode_ms * slower + pass_ms + 512 * token_loop_ms)
+    share = PromptShare(bound_ms / 1000, TILES)
+
+    def step(rows_ms: float, num_tokens: int) -> bool:
+        runs = (SimpleNamespace(num_tokens=num_tokens),) if num_tokens else ()
+        plan = SimpleNamespace(segments=(SimpleNamespace(decode=range(8), runs=runs, last_loop=4),))
+        taken_ms = rows_ms + (pass_ms + num_tokens * 4 * token_loop_ms if num_tokens else 0.0)
+        taken_ms *= noise.uniform(0.99, 1.01)
+        share.observe(cast(StepPlan, plan), taken_ms / 1000)
+        return taken_ms > bound_ms
+
+    def steps(rows_ms: float, count: int) -> tuple[list[int], int]:
+        given, passed = [], 0
+        for _ in range(count):
+            most = share.token_loops({4: 8}, 4)
+            assert most is not None
+            given.append(min(512, TILES.most(most // 4)))
+            passed += step(rows_ms, given[-1])
+        return given, passed
+
+    for _ in range(8):
+        step(decode_ms, 0)
+    steps(decode_ms, 100)
+    given, _ = steps(decode_ms * slower, 800)
+    assert given.count(0) <= 100
+    last, passed = steps(decode_ms * slower, 200)
+    assert sorted(last)[100] >= 64, last
+    assert passed <= 2
