@@ -12,7 +12,7 @@ Estimates are in seconds until the decode worker has the whole prompt:
     fetch       (lacked by both x loops + prompts ahead) / the prefill worker's rate + (fetched + pushed) / link
 
 and HANDOFF_S for each handoff, in either direction. Rates are measured: of prompts by each worker while it computes
-some (its load is in it), of the link when it was made.
+some (its load is in it) and for a while after, of the link when it was made.
 """
 
 import math
@@ -27,7 +27,7 @@ HANDOFF_S = 0.005
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """What one worker is to prompts. `token_loops_per_s`: how fast it has computed some; 0: it has computed none yet.
+    """What one worker is to prompts. `token_loops_per_s`: how fast it has computed some; 0: not known.
     `ahead_token_loops`: of prompts that it was given before. `cached_tokens`: of this one, that it has."""
 
     token_loops_per_s: float
@@ -97,7 +97,7 @@ def least_fetch_tokens(choice: str, facts: SourceFacts) -> int:
 
 
 def estimated_s(facts: SourceFacts) -> dict[PrefixSource, float] | None:
-    """Seconds that each way would take where a prefill worker has room. A worker that has computed no prompt yet is
+    """Seconds that each way would take where a prefill worker has room. A worker whose rate is not known is
     taken to be as fast as the other one; None where neither has, or the link's rate is not known."""
     prefill, decode = facts.prefill, facts.decode
     if prefill is None or not facts.link_bytes_per_s:

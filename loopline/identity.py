@@ -172,4 +172,4 @@ class WorkerLoad:
     ignored: tuple[tuple[str, int], ...]  # (cause, count) of messages that were ignored
     budget: BudgetCounts | None = None  # a prefill worker's
     known: tuple[HandoffKey, ...] = ()  # requests that it has and works on, or holds blocks for
-    prompt_token_loops_per_s: float = 0.0  # how fast it computes prompts beside all else; 0: it has computed none yet
+    prompt_token_loops_per_s: float = 0.0  # how fast it computes prompts beside all else; 0: not known

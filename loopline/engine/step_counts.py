@@ -1,6 +1,8 @@
 """What an engine has computed, counted step by step; the engine counts, and a scrape reads from its own thread."""
 
+import time
 from collections import Counter
+from collections.abc import Callable
 from enum import StrEnum
 
 from loopline.sched.plan import StepPlan
@@ -26,20 +28,34 @@ class Rows(StrEnum):
 
 class PromptRate:
     """How fast prompts are computed: token-loops by the seconds of the steps that they were in, whatever else those
-    computed, with the latest ones counting most."""
+    computed, with the latest ones counting most. The first such step does not count, since it may have compiled and
+    warmed what others find ready; nor is a rate known that no prompt has shown for a while: a worker that is left out
+    for it could not show another."""
 
     _KEPT = 0.9  # of what earlier steps count, with each step
 
-    def __init__(self) -> None:
+    KNOWN_FOR_S = 60.0
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        """`now_s`: a clock in seconds."""
+        self._now_s = now_s
         self._token_loops = self._seconds = 0.0
+        self._is_warm = False
+        self._latest_s = 0.0
 
     @property
     def token_loops_per_s(self) -> float:
-        """0: no prompt has been computed yet."""
-        return self._token_loops / self._seconds if self._seconds else 0.0
+        """0: not known."""
+        if not self._seconds or self._now_s() - self._latest_s > self.KNOWN_FOR_S:
+            return 0.0
+        return self._token_loops / self._seconds
 
     def observe(self, token_loops: int, seconds: float) -> None:
         """A step with that many of prompts took `seconds`."""
+        if not self._is_warm:
+            self._is_warm = True
+            return
+        self._latest_s = self._now_s()
         self._token_loops = self._KEPT * self._token_loops + token_loops
         self._seconds = self._KEPT * self._seconds + seconds
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from loopline.engine.engine import Engine
-from loopline.engine.step_counts import Rows, TokenPhase
+from loopline.engine.step_counts import PromptRate, Rows, TokenPhase
 from loopline.identity import Cause
 from loopline.request import Request, SamplingParams
 from loopline.sched.policy import UnifiedPolicy
@@ -68,3 +68,16 @@ def test_a_step_that_fails_is_counted(engine: Engine) -> None:
         engine.ledger.release(lost.allocation)
     assert [lost.request_id for lost in outcome.lost] == ["r3"]
     assert engine.counts.failed_steps == 1
+
+
+def test_the_first_prompt_does_not_count_for_the_rate_and_an_old_rate_is_not_known() -> None:
+    now_s = [0.0]
+    rate = PromptRate(lambda: now_s[0])
+    rate.observe(100, 50.0)  # it compiled
+    assert rate.token_loops_per_s == 0.0
+    rate.observe(100, 0.5)
+    assert rate.token_loops_per_s == 200.0
+    now_s[0] = PromptRate.KNOWN_FOR_S + 1
+    assert rate.token_loops_per_s == 0.0
+    rate.observe(100, 0.5)
+    assert rate.token_loops_per_s == 200.0
