@@ -1,5 +1,5 @@
-"""Links to decode workers: made once, warmed up, measured, and made again after they broke. Part of the transfer
-thread; used by the sender."""
+"""Links to workers that are written to: made once, warmed up, measured, and made again after they broke. Part of
+the transfer thread; used by the sender."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ MAX_WARM_UP_DESCRIPTORS = 1024
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """A decode worker that can be written to, once `is_ready`."""
+    """A worker that can be written to: a decode worker, or for a fetch a prefill worker; once `is_ready`."""
 
     peer: Peer
     region: RegionManifest

@@ -1,5 +1,5 @@
 """The sending half of the handoff protocol: what may still be posted, and what a writer may truthfully say about a
-handoff. Pure: no I/O, no clock. A prefill worker's transfer thread owns one table and carries out its effects.
+handoff. Pure: no I/O, no clock. The transfer thread of a worker that pushes owns one table and carries out its effects.
 
               open          commit                  every handle DONE
     (nothing) ----> OPEN -----------> COMMITTED ----------------------> DRAINED

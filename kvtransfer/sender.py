@@ -1,5 +1,6 @@
 """The sending half of the transfer thread: posts pushes, watches their handles and tells how handoffs ended. What may
-be posted is decided in `SendTable`, when in `PushBudget`; which blocks to push, in the prefill worker."""
+be posted is decided in `SendTable`, when in `PushBudget`; which blocks to push, in the worker that has
+them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
