@@ -208,7 +208,14 @@ class Life:
             target = self.decode.worker if self.decode is not None else None
             work = max(1, known - self.hinted_tokens) * loops
             rows[self.prefill.worker] = Assigned(
-                self.request.request_id, known, most, work, False, target, self.is_suspect, work
+                request_id=self.request.request_id,
+                num_known_tokens=known,
+                max_kv_tokens=most,
+                token_loops=work,
+                awaits_prefill=False,
+                decode=target,
+                is_suspect=self.is_suspect,
+                prompt_token_loops=work,
             )
         return rows
 
@@ -242,7 +249,7 @@ class Life:
         prefill = self.decode if self.is_local else self.prefill
         current = [peer.name if peer is not None else "" for peer in (prefill, self.decode)]
         earlier = tuple(name for name in self.earlier_workers if name not in current)
-        return Route(current[0], current[1], earlier, self._prefix_source())
+        return Route(prefill=current[0], decode=current[1], earlier=earlier, prefix_source=self._prefix_source())
 
     def _prefix_source(self) -> str:
         """What its prompt came from; a fetch that brought nothing has ended as a recompute."""

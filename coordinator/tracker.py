@@ -140,7 +140,8 @@ class Tracker:
         """Have the decode worker compute the prompt: no prefill worker will write into its reservation."""
         life = self._lives[request_id]
         self._begin_local(life)
-        return [Send(worker, StartLocalPrefill(life.key)) for worker in life.holders()]
+        assert life.decode is not None  # a RESERVED request has one
+        return [Send(life.decode.worker, StartLocalPrefill(life.key))]
 
     def cancel(self, request_id: str) -> list[Effect]:
         """The client went away."""
