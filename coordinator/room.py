@@ -128,6 +128,7 @@ class _Pairing:
 
     prefill: list[WorkerRoom]
     is_last_resort: bool  # there is no link to one that is ready and not avoided
+    most_tokens: int  # of the longest prompt that one of them can hold alone
     num_free: int = 0  # slots
     slots: int = 0  # that one decode worker can still take of them, if it has none yet
     less: dict[WorkerId, int] = field(default_factory=dict)  # by how much that is less for one that has some
@@ -171,7 +172,7 @@ class Room:
         """Workers that may be asked for blocks: decode workers whose prefill workers have slots that nobody claims, and
         unified ones. `group`: only workers that compute the same."""
         claimed = self._count_claims()
-        max_kv_tokens = request.max_kv_tokens
+        max_kv_tokens, num_known_tokens = request.max_kv_tokens, request.num_known_tokens
 
         def is_able(room: WorkerRoom) -> bool:
             if room.num_requests >= room.max_running or (is_suspect and room.num_suspects):
@@ -181,6 +182,8 @@ class Room:
             if room.takes_whole:
                 return True
             pairing = self._pairing(room)
+            if num_known_tokens > pairing.most_tokens:
+                return False
             return claimed[room.group] < pairing.num_free and room.num_awaiting < self._slots(room, pairing)
 
         number = None if group is None else self._group(group)
@@ -270,7 +273,9 @@ class Room:
         good = [
             room for room in ready if room.worker not in avoided.workers and (room.worker, worker) not in avoided.links
         ]
-        return _Pairing([room for room in good or ready if not room.view.refused], not good)
+        prefill = [room for room in good or ready if not room.view.refused]
+        most_tokens = max((room.usable_blocks * room.view.capacity.block_size for room in prefill), default=0)
+        return _Pairing(prefill, not good, most_tokens)
 
     def _count_claims(self) -> dict[int, int]:
         """Slots of prefill workers that requests with a reservation will take next, by group. A decode worker whose

@@ -12,7 +12,15 @@ from coordinator.router import Router
 from coordinator.tracker import Tracker
 from loopline.identity import Cause, HandoffKey, Role, WorkerState
 from loopline.launcher_messages import KeptWorker, WorkerCounts
-from loopline.messages import LocalPrefillStarted, PrefixReport, Reserve, Reserved, StartLocalPrefill, StartPrefill
+from loopline.messages import (
+    LocalPrefillStarted,
+    PrefixReport,
+    Register,
+    Reserve,
+    Reserved,
+    StartLocalPrefill,
+    StartPrefill,
+)
 from loopline.request import FinishReason
 from tests.unit.coordinator import test_rebalance as rebalance
 from tests.unit.coordinator.builders import (
@@ -26,7 +34,7 @@ from tests.unit.coordinator.builders import (
     step,
 )
 from tests.unit.coordinator.cluster import ScriptedCluster, text_of, until
-from tests.unit.coordinator.test_router import D0, P0, cluster, decode_name
+from tests.unit.coordinator.test_router import D0, P0, P1, cluster, decode_name
 from tests.unit.coordinator.test_service import Answer, message, run
 from tests.unit.coordinator.test_tracker import D2, Bench, D, cancels, the_end
 
@@ -75,6 +83,15 @@ def test_it_needs_no_prefill_slot() -> None:
     assert decode_name(cluster(P0, D0, U0, table={U0.peer.worker: (assigned("a"),)})) == "decode-0"
     assert decode_name(cluster(U0, U1, table={U0.peer.worker: (assigned("a", token_loops=8),)})) == "unified-1"
     assert decode_name(cluster(U0, U1, refused=(U0,))) == "unified-1"
+
+
+def test_a_prompt_that_no_paired_prefill_worker_can_hold_goes_to_a_unified_one() -> None:
+    small = register("prefill-0", Role.PREFILL, total_blocks=2)
+    busy = {U0.peer.worker: (assigned("a"),)}
+    assert decode_name(cluster(small, D0, U0, table=busy), prompt=32) == "decode-0"
+    assert decode_name(cluster(small, D0, U0, table=busy), prompt=33) == "unified-0"
+    assert decode_name(cluster(small, D0), prompt=33) is None
+    assert decode_name(cluster(small, P1, D0, U0, table=busy), prompt=33) == "decode-0", "another one can"
 
 
 def test_one_that_failed_is_avoided_while_there_is_another() -> None:
