@@ -17,7 +17,7 @@ from loopline.identity import Fingerprint, Role
 from loopline.request import Limits, PrefixSource, Request, check_size
 
 PROBES = SourceRule(choice=PrefixSource.RECOMPUTE)
-"""A probe always takes the whole way."""
+"""A probe takes the whole way."""
 
 
 class Placer:
@@ -43,11 +43,11 @@ class Placer:
         self._groups: dict[str, Fingerprint] = {}  # of the decode worker that a request was given to last
 
     def place(self, awaiting: Iterable[str], snapshot: ClusterSnapshot, limits: Limits, probe_id: str | None) -> None:
-        """One round. `awaiting` hold a reservation; the request `probe_id` always takes the whole way: it is what shows
-        that a pair works."""
+        """One round. `awaiting` hold a reservation; the request `probe_id` takes the whole way wherever a pair is
+        ready: it is what shows that one works."""
         placing = self._router.begin(snapshot, self._clock.now_s())
         self._bind_prefill_workers(awaiting, placing, probe_id)
-        self._reserve_decode_workers(placing, limits)
+        self._reserve_decode_workers(placing, limits, probe_id)
 
     def ended(self, request_id: str) -> None:
         """Nothing of this request is placed any more."""
@@ -75,7 +75,7 @@ class Placer:
                 continue
             placing.placed(request, before, self._tracker.assignment(request_id))
 
-    def _reserve_decode_workers(self, placing: Round, limits: Limits) -> None:
+    def _reserve_decode_workers(self, placing: Round, limits: Limits, probe_id: str | None) -> None:
         """In the queue's order. A request that finds no room holds back those behind it; one that must stay away from
         another suspect does not, nor one that must stay in its pairing group while there are others. So whatever the
         queue's length, tried are those that were on workers before, those that are placed now, and one more."""
@@ -86,7 +86,8 @@ class Placer:
             if not has_delivered and self._end_if_too_large(request, limits):
                 continue
             is_suspect = self._tracker.is_suspect(request_id)
-            decode = placing.choose_decode(request, group, is_suspect=is_suspect)
+            in_pairs = request_id == probe_id
+            decode = placing.choose_decode(request, group, is_suspect=is_suspect, in_pairs=in_pairs)
             if decode is not None:
                 self._queue.remove(request_id, self._clock.now_s())
                 self._groups[request_id] = decode.group

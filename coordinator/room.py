@@ -168,9 +168,11 @@ class Room:
         number = self._group(group)
         return any(room.group != number for room in self._decode)
 
-    def for_decode(self, request: Request, group: Fingerprint | None, is_suspect: bool) -> Candidates:
+    def for_decode(
+        self, request: Request, group: Fingerprint | None, is_suspect: bool, *, in_pairs: bool = False
+    ) -> Candidates:
         """Workers that may be asked for blocks: decode workers whose prefill workers have slots that nobody claims, and
-        unified ones. `group`: only workers that compute the same."""
+        unified ones. `group`: only workers that compute the same. `in_pairs`: no unified one while a pair is ready."""
         claimed = self._count_claims()
         max_kv_tokens, num_known_tokens = request.max_kv_tokens, request.num_known_tokens
 
@@ -187,7 +189,10 @@ class Room:
             return claimed[room.group] < pairing.num_free and room.num_awaiting < self._slots(room, pairing)
 
         number = None if group is None else self._group(group)
-        return Candidates(self._decode_takers(number), is_able, self._content())
+        takers = self._decode_takers(number)
+        if in_pairs:
+            takers = [room for room in takers if not room.takes_whole and self._pairing(room).prefill] or takers
+        return Candidates(takers, is_able, self._content())
 
     def for_prefill(self, request: Request, decode: WorkerRoom, is_suspect: bool) -> Candidates:
         """Prefill workers that may be bound for a request that holds a reservation on `decode`."""

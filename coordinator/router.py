@@ -84,11 +84,16 @@ class Round:
         return self._room.has_other_groups(group)
 
     def choose_decode(
-        self, request: Request, group: Fingerprint | None = None, *, is_suspect: bool = False
+        self,
+        request: Request,
+        group: Fingerprint | None = None,
+        *,
+        is_suspect: bool = False,
+        in_pairs: bool = False,
     ) -> WorkerView | None:
         """The decode or unified worker to ask for blocks, or None: no room now. `group`: only workers that compute the
-        same."""
-        candidates = self._room.for_decode(request, group, is_suspect)
+        same. `in_pairs`: no unified one while a pair is ready."""
+        candidates = self._room.for_decode(request, group, is_suspect, in_pairs=in_pairs)
         if not candidates.num_workers:
             return None
         hints = self._hints(request, Role.DECODE)
