@@ -90,7 +90,8 @@ def test_a_share_that_slower_rows_made_small_comes_back(
         return taken_ms > bound_ms
 
     def steps(rows_ms: float, count: int) -> tuple[list[int], int]:
-        given, passed = [], 0
+        given: list[int] = []
+        passed = 0
         for _ in range(count):
             most = share.token_loops({4: 8}, 4)
             assert most is not None

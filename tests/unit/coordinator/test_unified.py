@@ -34,7 +34,7 @@ from tests.unit.coordinator.builders import (
     step,
 )
 from tests.unit.coordinator.cluster import ScriptedCluster, text_of, until
-from tests.unit.coordinator.test_router import D0, P0, P1, begin, cluster, decode_name
+from tests.unit.coordinator.test_router import D0, P0, P1, Table, begin, cluster, decode_name
 from tests.unit.coordinator.test_service import Answer, message, run
 from tests.unit.coordinator.test_tracker import D2, Bench, D, cancels, the_end
 
@@ -87,7 +87,7 @@ def test_it_needs_no_prefill_slot() -> None:
 
 def test_a_prompt_that_no_paired_prefill_worker_can_hold_goes_to_a_unified_one() -> None:
     small = register("prefill-0", Role.PREFILL, total_blocks=2)
-    busy = {U0.peer.worker: (assigned("a"),)}
+    busy: Table = {U0.peer.worker: (assigned("a"),)}
     assert decode_name(cluster(small, D0, U0, table=busy), prompt=32) == "decode-0"
     assert decode_name(cluster(small, D0, U0, table=busy), prompt=33) == "unified-0"
     assert decode_name(cluster(small, D0), prompt=33) is None
@@ -96,7 +96,7 @@ def test_a_prompt_that_no_paired_prefill_worker_can_hold_goes_to_a_unified_one()
 
 def test_a_probe_keeps_off_a_unified_worker_while_a_pair_is_ready() -> None:
     def chosen(*registers: Register) -> str | None:
-        table = {D0.peer.worker: (assigned("a"),)}  # so that any other request goes to the unified one
+        table: Table = {D0.peer.worker: (assigned("a"),)}  # so that any other request goes to the unified one
         view = begin(cluster(*registers, table=table)).choose_decode(request("probe"), in_pairs=True)
         return view.peer.name if view else None
 
