@@ -21,6 +21,7 @@ from tests.unit.coordinator.cluster import until
 
 MODULE = "tests.unit.coordinator.stubborn_process"
 PR_SET_CHILD_SUBREAPER = 36
+OTHERS: set[int] = set()
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +57,19 @@ def process_of_server() -> psutil.Process:
     return process
 
 
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """Children that other tests have left to this process are none of ours."""
+    OTHERS.clear()
+    OTHERS.update(child.pid for child in psutil.Process().children())
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child.pid not in OTHERS]
+
+
 def running_children() -> list[int]:
-    return [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child.pid for child in children() if child.status() != psutil.STATUS_ZOMBIE]
 
 
 def orphan() -> int:
@@ -325,7 +337,7 @@ def test_what_was_forked_for_a_given_up_order_is_reaped(tmp_path: Path) -> None:
                 child = await order
                 child.kill()
                 await child.reap()
-            await until(lambda: not psutil.Process().children(), "nothing is left of it")
+            await until(lambda: not children(), "nothing is left of it")
 
     asyncio.run(main())
 
