@@ -13,7 +13,6 @@ It starts no thread, and forks only while it has none: nothing is in the middle 
 are for the workers to start.
 """
 
-import ctypes
 import gc
 import json
 import os
@@ -24,16 +23,15 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn
+
+from setproctitle import setproctitle
 
 from coordinator.child import die_with_parent
 
 MOST_BYTES = 1 << 16
 GO = b"g"
 _NUM_FDS = 3
-_ARG_START = 45
-"""Where /proc/self/stat says, behind the name, at which addresses arguments and environment begin and end."""
 Stamps = dict[str, tuple[int, int]]
 
 
@@ -116,7 +114,7 @@ def _become(module: str, arguments: Sequence[str], fds: Sequence[int], launcher:
         if os.getppid() != launcher:
             raise ProcessLookupError(f"launcher {launcher} is gone")
         sys.argv = [module, *arguments, "--life-fd", str(life_fd)]
-        _show_arguments([sys.executable, "-m", *sys.argv])
+        setproctitle(" ".join((sys.executable, "-m", *sys.argv)))
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as end:
@@ -137,21 +135,6 @@ def _close_all_but(fds: Sequence[int]) -> None:
     for fd in (*sorted(fds), os.sysconf("SC_OPEN_MAX")):
         os.closerange(first, fd)
         first = fd + 1
-
-
-def _show_arguments(words: Sequence[str]) -> None:
-    """Let `ps` show these words in place of the fork server's, by writing over them, and over the environment behind
-    them, of which the C library gets a copy first."""
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    arg_start, arg_end, env_start, env_end = map(int, fields[_ARG_START : _ARG_START + 4])
-    if not 0 < arg_start < arg_end == env_start <= env_end:
-        return
-    for key, value in os.environ.items():
-        os.putenv(key, value)
-    shown = os.fsencode(" ".join(words))[: env_end - arg_start - 1]
-    shown = shown.ljust(arg_end - arg_start)  # no zero where arguments ended tells the kernel that they go on
-    ctypes.memset(arg_start, 0, env_end - arg_start)
-    ctypes.memmove(arg_start, shown, len(shown))
 
 
 def _stamps() -> Stamps:
