@@ -158,9 +158,11 @@ class WorkerTraces:
     def _pushed(self, key: HandoffKey, error: str, **attributes: Value) -> None:
         """The last push has ended: the end of a prefill worker's part, and of a fetch on a decode worker."""
         way = self._way(key)
-        if way is not None and "fetch" in way.spans:
+        if way is None:
+            return
+        if "fetch" in way.spans:
             self._end(key, "fetch", error, **attributes)
-        elif key.request_id not in self._reserved:
+        elif "handoff" in way.spans:  # without either, a fetch was given up that had posted nothing
             self._end(key, "handoff", error, **attributes)
             self._forget(key)
 

@@ -127,6 +127,17 @@ def test_a_decode_counts_what_its_steps_computed() -> None:
     }
 
 
+def test_a_decode_outlives_a_fetch_that_was_given_up_with_nothing_posted() -> None:
+    bench = Bench()
+    bench.core.handle(RESERVE)
+    bench.send(Reserved(KEY))
+    bench.send(steps(row(3)))
+    bench.core.handle(CloseReport(KEY, CloseState.CLOSED))
+    assert bench.tracing.open_names == ["decode"]
+    bench.send(steps(row(4, FinishReason.LENGTH)))
+    assert bench.errors == {"decode": ""}
+
+
 @pytest.mark.parametrize(
     ("end", "error"),
     [(RequestFailed(KEY, Cause.TRANSFER_TIMEOUT, "x"), "transfer_timeout"), (Cancel(KEY, Cause.DEADLINE), "deadline")],
