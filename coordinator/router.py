@@ -44,7 +44,7 @@ class Router:
 
     def lost(self, worker: WorkerId) -> None:
         self.prefixes.lost(worker)
-        self.avoidance.forget(worker)
+        self.avoidance.worker_gone(worker)
 
     def reported(self, worker: WorkerId, report: PrefixReport, now_s: float) -> list[Send]:
         """What a worker says of its prefix cache; after a gap it is asked for all of it."""
@@ -64,7 +64,7 @@ class Router:
 
     def begin(self, snapshot: ClusterSnapshot, now_s: float) -> "Round":
         """Decide on this snapshot, without those who are avoided now."""
-        return Round(self, replace(snapshot, avoided=self.avoidance.at(now_s)))
+        return Round(self, replace(snapshot, avoided=self.avoidance.avoided(now_s)))
 
 
 class Round:

@@ -32,6 +32,7 @@ from kvtransfer.verify import digest_of
 from loopline.clock import Clock
 from loopline.engine.engine import Engine
 from loopline.fetch_messages import FetchState, PrefixSent
+from loopline.holds import Holds
 from loopline.identity import BlockRun, Cause, HandoffKey, Peer, WorkerId
 from loopline.kv.block_pool import runs_of
 from loopline.kv.ledger import Allocation
@@ -41,8 +42,6 @@ from loopline.worker.deadlines import ASK_AGAIN_S, Deadlines
 from loopline.worker.events import PrefixAnswered, WriterClosed
 
 logger = logging.getLogger(__name__)
-FIRST_PAUSE_S = 1.0
-MOST_PAUSE_S = 30.0
 _FAULTS = frozenset((Cause.TRANSFER_FAILED, Cause.TRANSFER_TIMEOUT, Cause.CORRUPTED, Cause.INCOMPLETE, Cause.PEER_LOST))
 """Why a fetch came to nothing that will happen again; a cancel or an eviction says nothing of the decode worker."""
 FetchEvent = PushArrived | PrefixAnswered | WriterClosed | Quiesced
@@ -82,33 +81,6 @@ class _Fetch:
     is_wanted: bool = True
 
 
-class Pauses:
-    """From whom nothing is fetched for a while, because a fetch has failed: a second, and twice as long where it fails
-    again within 30 s of the end, up to 30 s. What was begun before a pause and fails in it says nothing new; what has
-    come through ends it."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._until: dict[str, tuple[float, float]] = {}  # by uuid: (when it ends, how long it was)
-
-    def holds(self, source: WorkerId) -> bool:
-        return self._clock.now_s() < self._until.get(source.uuid, (0.0, 0.0))[0]
-
-    def failed(self, source: WorkerId) -> None:
-        now_s = self._clock.now_s()
-        until_s, last_s = self._until.get(source.uuid, (now_s, 0.0))
-        if now_s < until_s:
-            return
-        if now_s >= until_s + MOST_PAUSE_S:
-            last_s = 0.0
-        length_s = min(2 * last_s or FIRST_PAUSE_S, MOST_PAUSE_S)
-        self._until[source.uuid] = now_s + length_s, length_s
-
-    def forget(self, source: WorkerId) -> None:
-        """It has brought something, or is gone."""
-        self._until.pop(source.uuid, None)
-
-
 class FetchIn:
     """Invariant: a request that is being fetched for holds blocks and is not in the scheduler's hands; when its fetch
     ends it is, or its blocks are released or in quarantine."""
@@ -123,7 +95,7 @@ class FetchIn:
         self._ask_again_at_s = clock.now_s()
         self._table = ReceiveTable()
         self._fetches: dict[HandoffKey, _Fetch] = {}
-        self._pauses = Pauses(clock)
+        self._pauses: Holds[str] = Holds()  # uuids of decode workers from which nothing is fetched
 
     def counts(self) -> dict[str, int]:
         """Fetches by state, for heartbeats."""
@@ -139,7 +111,8 @@ class FetchIn:
         nothing is held, and to have it computed is the caller's."""
         key, request, source, end_block = start.key, start.request, start.target, start.first_block
         scheduler, ledger = self._engine.scheduler, self._engine.ledger
-        if scheduler.num_waiting or self._table.refusal(key) is not None or self._pauses.holds(source.worker):
+        is_paused = self._pauses.has(source.worker.uuid, self._clock.now_s())
+        if is_paused or scheduler.num_waiting or self._table.refusal(key) is not None:
             return False
         num_lacking = end_block - len(scheduler.find_cached(request))
         if num_lacking <= 0 or num_lacking * ledger.block_size < start.fetch_from_tokens:
@@ -169,7 +142,7 @@ class FetchIn:
     def source_gone(self, worker: WorkerId, proven: bool) -> None:
         """A decode worker left."""
         self._carry_out(self._table.worker_gone(worker, proven))
-        self._pauses.forget(worker)
+        self._forgive(worker)
 
     def handle(self, event: FetchEvent) -> None:
         match event:
@@ -237,9 +210,13 @@ class FetchIn:
                 case _:
                     pass  # blocks went with GaveUp; what was ignored is counted by the table
 
+    def _forgive(self, source: WorkerId) -> None:
+        """It has brought something, or is gone."""
+        self._pauses.forget(lambda uuid: uuid == source.uuid)
+
     def _whole(self, key: HandoffKey) -> None:
         fetch = self._fetches.pop(key)
-        self._pauses.forget(fetch.source)
+        self._forgive(fetch.source)
         self._engine.scheduler.start_reserved(fetch.allocation, fetch.end_block * self._engine.ledger.block_size)
         self._ports.entered(FetchState.FETCHED)
         self._ports.landed(key, fetch.end_block - fetch.first_block)
@@ -248,7 +225,7 @@ class FetchIn:
         """The request is computed all the same, in other blocks where some of these are in quarantine."""
         fetch = self._fetches.pop(key)
         if cause in _FAULTS:
-            self._pauses.failed(fetch.source)
+            self._pauses.failed(fetch.source.uuid, self._clock.now_s())
         if fetch.is_wanted:
             self._engine.scheduler.reserved.requeue(fetch.allocation)
         else:

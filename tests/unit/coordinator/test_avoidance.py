@@ -1,11 +1,12 @@
 """Who fails is gone past for a while, and comes back; a link's fault is not its workers'."""
 
-from coordinator.avoidance import MOST_HOLD_S, Avoidance
+from coordinator.avoidance import Avoidance
 from coordinator.policies import LeastWork
 from coordinator.registry import Registry
 from coordinator.router import Router
 from coordinator.snapshot import Avoided, ClusterSnapshot
 from coordinator.tracker import Tracker
+from loopline.holds import MOST_HOLD_S
 from loopline.identity import Cause, Role
 from loopline.messages import PairReady, Register
 from tests.unit.coordinator.builders import VirtualClock, failed, granted, peer, register, request, reserved
@@ -37,13 +38,13 @@ def names(router: Router, snapshot: ClusterSnapshot, now_s: float) -> tuple[str 
 def test_a_hold_ends_by_itself_and_grows_while_faults_go_on() -> None:
     avoidance = Avoidance(1.0, 8.0)
     assert avoidance.failed((DECODE,), 10.0) == 1.0
-    assert avoidance.at(10.9).workers == {DECODE}
+    assert avoidance.avoided(10.9).workers == {DECODE}
     assert avoidance.failed((DECODE,), 10.9) is None  # it was given before
-    assert avoidance.at(11.0) == Avoided()
+    assert avoidance.avoided(11.0) == Avoided()
     assert [avoidance.failed((DECODE,), now_s) for now_s in (12.0, 15.0, 20.0, 29.0)] == [2.0, 4.0, 8.0, 8.0]
     assert avoidance.failed((DECODE,), 29.0 + 8.0 + 8.0) == 1.0  # it has been well for long
-    avoidance.forget(DECODE)
-    assert avoidance.at(45.0) == Avoided()
+    avoidance.worker_gone(DECODE)
+    assert avoidance.avoided(45.0) == Avoided()
 
 
 def test_a_worker_that_failed_is_gone_past_and_comes_back() -> None:

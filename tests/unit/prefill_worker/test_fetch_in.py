@@ -8,11 +8,12 @@ import pytest
 
 from kvtransfer.commands import Command
 from loopline.fetch_messages import PrefixSent
+from loopline.holds import FIRST_HOLD_S
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.kv.ledger import Allocation
 from loopline.messages import CloseState, StartPrefill
 from loopline.worker.events import PrefixAnswered, WriterClosed
-from prefill_worker.fetch_in import FIRST_PAUSE_S, MOST_PAUSE_S, FetchIn, FetchPorts, Pauses, Wanted
+from prefill_worker.fetch_in import FetchIn, FetchPorts, Wanted
 from tests.support.scheduling import BLOCK_SIZE, NUM_BLOCKS, HoldPolicy, make, request
 from tests.unit.worker.clocks import OwnClock
 
@@ -78,27 +79,8 @@ def test_a_fault_pauses_fetching_for_a_second(cause: Cause) -> None:
     bench = Bench()
     bench.fail(cause)
     assert bench.begin() is None
-    bench.clock.time_s += FIRST_PAUSE_S
+    bench.clock.time_s += FIRST_HOLD_S
     assert bench.begin() is not None
-
-
-def test_a_pause_is_longer_only_where_it_comes_soon_after_the_last() -> None:
-    clock = OwnClock()
-    pauses = Pauses(clock)
-
-    def length_s() -> float:
-        """Of a pause after a fault now, to half a second."""
-        pauses.failed(SOURCE.worker)
-        began_s = clock.time_s
-        while pauses.holds(SOURCE.worker):
-            clock.time_s += 0.5
-        return clock.time_s - began_s
-
-    assert [length_s() for _ in range(7)] == [1, 2, 4, 8, 16, MOST_PAUSE_S, MOST_PAUSE_S]
-    clock.time_s += MOST_PAUSE_S - 1
-    assert length_s() == MOST_PAUSE_S
-    clock.time_s += MOST_PAUSE_S
-    assert length_s() == FIRST_PAUSE_S
 
 
 def test_several_failures_at_once_are_one_pause() -> None:
@@ -106,7 +88,7 @@ def test_several_failures_at_once_are_one_pause() -> None:
     for key in [bench.begin() for _ in range(3)]:
         assert key is not None
         bench.answer(key, Cause.PEER_LOST)
-    bench.clock.time_s += FIRST_PAUSE_S
+    bench.clock.time_s += FIRST_HOLD_S
     assert bench.begin() is not None
 
 
