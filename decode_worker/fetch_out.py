@@ -12,7 +12,6 @@ workers are made with the first fetch over each. Engine thread only; `HandoffIn`
 """
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +33,7 @@ from kvtransfer.commands import (
     RemovePeer,
 )
 from kvtransfer.handoff import SendState
+from kvtransfer.manifest import most_push_blocks, push_ranges
 from loopline.engine.engine import Engine
 from loopline.fetch_messages import FetchPrefix, FetchState, PrefixSent
 from loopline.identity import Cause, HandoffKey, WorkerId
@@ -90,7 +90,7 @@ class FetchOut:
         self._to_transfer = to_transfer
         self._identity = identity
         self._entered = entered
-        self._max_push_blocks = max(1, (max_push_bytes or sys.maxsize) // engine.layout.block_bytes)
+        self._most_push_blocks = most_push_blocks(max_push_bytes, engine.layout.block_bytes)
         self._loans: dict[str, _Loan] = {}  # by request id
         self._closings = Closings(engine.ledger)
         self._linked: dict[str, WorkerId] = {}  # by uuid: readers whose link is ready
@@ -120,7 +120,8 @@ class FetchOut:
             self.refuse(asked, Cause.INVALID, text)
             return
         pinned = self._engine.scheduler.reserved.share(reserved, fetch.first_block + count)
-        loan = _Loan(asked, pinned, self._pushes_of(fetch.first_block, fetch.first_block + count))
+        pushes = push_ranges(fetch.first_block, fetch.first_block + count, self._most_push_blocks)
+        loan = _Loan(asked, pinned, pushes)
         self._loans[key.request_id] = loan
         self._entered(FetchState.LENDING)
         if self._linked.get(fetch.reader.worker.uuid) == fetch.reader.worker:
@@ -195,12 +196,6 @@ class FetchOut:
             source = tuple(block_ids[part.first_block : part.first_block + part.num_blocks])
             self._to_transfer(Push(key, part, source))
         self._to_transfer(CommitHandoff(key))
-
-    def _pushes_of(self, first_block: int, end_block: int) -> tuple[PushRange, ...]:
-        starts = range(first_block, end_block, self._max_push_blocks)
-        return tuple(
-            PushRange(seq, start, min(self._max_push_blocks, end_block - start)) for seq, start in enumerate(starts)
-        )
 
     def _waiting_for(self, reader: WorkerId) -> list[_Loan]:
         return [loan for loan in self._loans.values() if not loan.is_open and loan.fetch.reader.worker == reader]

@@ -3,6 +3,7 @@
 Shape legend: N = number of descriptors, one per run of blocks that is contiguous on both sides.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from loopline.errors import TransferError
 from loopline.identity import RegionManifest
+from loopline.messages import PushRange
 
 
 class PairedRun(NamedTuple):
@@ -53,6 +55,19 @@ def coalesce(source_blocks: Sequence[int], target_blocks: Sequence[int]) -> tupl
                 continue
         runs.append(PairedRun(source, target, 1))
     return tuple(runs)
+
+
+def push_ranges(first_block: int, end_block: int, most_blocks: int, first_seq: int = 0) -> tuple[PushRange, ...]:
+    """Blocks [first_block, end_block) of a request in pushes of at most `most_blocks`, numbered from `first_seq`."""
+    starts = range(first_block, end_block, most_blocks)
+    return tuple(
+        PushRange(first_seq + index, start, min(most_blocks, end_block - start)) for index, start in enumerate(starts)
+    )
+
+
+def most_push_blocks(max_push_bytes: int | None, block_bytes: int) -> int:
+    """Blocks of one push of at most `max_push_bytes`, or one block, if that is larger; None: no bound."""
+    return max(1, (max_push_bytes or sys.maxsize) // block_bytes)
 
 
 def paired_descriptors(

@@ -1,10 +1,9 @@
-"""Which requests are held back because their pushes would wait for the budget of bytes in flight, which are not let in
-because their peer has its share of the worker, and how a chunk's blocks become pushes. Engine thread only; the budget
-itself is the transfer thread's.
+"""Which requests are held back because their pushes would wait for the budget of bytes in flight, and which are not let
+in because their peer has its share of the worker. Engine thread only; the budget itself is the transfer thread's.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -69,9 +68,3 @@ class PushGate:
         num_blocks = sum(mine) + self._lingering[target.agent_name] + target.num_blocks
         fits = num_blocks <= self.peer_share * total_blocks
         return fits and len(mine) < peer_slots(max_running, self.peer_share)
-
-
-def parts_of(first_block: int, end_block: int, most: int) -> Iterator[tuple[int, int]]:
-    """[first_block, end_block) in ranges (first, end) of at most `most` blocks, in order."""
-    for first in range(first_block, end_block, most):
-        yield first, min(first + most, end_block)

@@ -11,7 +11,6 @@ Where a push ended in an error they are quarantined until the target is proven g
 """
 
 import logging
-import sys
 from collections import Counter
 
 from kvtransfer.commands import (
@@ -31,7 +30,7 @@ from kvtransfer.commands import (
     TransferThreadFailed,
 )
 from kvtransfer.handoff import SendState
-from kvtransfer.manifest import coalesce
+from kvtransfer.manifest import coalesce, most_push_blocks, push_ranges
 from loopline.clock import Clock
 from loopline.engine.engine import Engine
 from loopline.identity import Cause, HandoffKey
@@ -46,7 +45,6 @@ from loopline.messages import (
     PairReady,
     PeerGone,
     Prefilled,
-    PushRange,
     RequestFailed,
     StartPrefill,
     TokenRow,
@@ -57,7 +55,7 @@ from loopline.worker.closings import Closings
 from loopline.worker.deadlines import Deadlines
 from loopline.worker.events import BeginDrain, CloseAsked, CommitAnswered, CommitUndelivered, CoordinatorLost
 from prefill_worker.fetch_in import FetchEvent, FetchIn, FetchPorts
-from prefill_worker.gate import PushGate, parts_of
+from prefill_worker.gate import PushGate
 from prefill_worker.outgoing import Outgoing, PrefillPorts
 
 logger = logging.getLogger(__name__)
@@ -83,7 +81,7 @@ class HandoffOut:
         self._ports = ports
         self._clock = clock
         self._gate = gate or PushGate()
-        self._max_push_blocks = max(1, (max_push_bytes or sys.maxsize) // engine.layout.block_bytes)
+        self._most_push_blocks = most_push_blocks(max_push_bytes, engine.layout.block_bytes)
         self._deadlines = Deadlines(clock, self._is_outgoing)
         self._outgoing: dict[str, Outgoing] = {}
         self._closings = Closings(engine.ledger, self._gate.linger)
@@ -230,10 +228,10 @@ class HandoffOut:
         whole = chunk.num_computed // block_size
         end = self._engine.ledger.blocks_for(chunk.num_computed) if chunk.is_last else whole
         block_ids = self._engine.ledger.block_ids(chunk.allocation) if end > out.next_block else []
-        for first, last in parts_of(out.next_block, end, self._max_push_blocks):
-            source = tuple(block_ids[first:last])
-            target = out.target_blocks[first - out.first_block : last - out.first_block]
-            part = PushRange(len(out.pushes), first, last - first)
+        for part in push_ranges(out.next_block, end, self._most_push_blocks, first_seq=len(out.pushes)):
+            last = part.first_block + part.num_blocks
+            source = tuple(block_ids[part.first_block : last])
+            target = out.target_blocks[part.first_block - out.first_block : last - out.first_block]
             out.pushes.append(part)
             out.next_block = last
             out.descriptors += len(coalesce(source, target))

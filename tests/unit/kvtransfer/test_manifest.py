@@ -9,15 +9,29 @@ from hypothesis import strategies as st
 from kvtransfer.manifest import (
     PairedRun,
     coalesce,
+    most_push_blocks,
     null_descriptors,
     paired_descriptors,
+    push_ranges,
 )
 from loopline.errors import TransferError
 from loopline.identity import RegionManifest
+from loopline.messages import PushRange
 
 SOURCE = RegionManifest(4096, 100, 1 << 20, "DRAM", 0, 100)
 TARGET = RegionManifest(1 << 40, 5000, 1 << 20, "VRAM", 3, 5000)
 blocks = st.lists(st.integers(0, 30), max_size=40)
+
+
+def test_pushes_cover_a_range_in_order() -> None:
+    assert push_ranges(3, 3, 2) == ()
+    assert push_ranges(3, 8, 2, first_seq=4) == (PushRange(4, 3, 2), PushRange(5, 5, 2), PushRange(6, 7, 1))
+    assert push_ranges(0, 2, 99) == (PushRange(0, 0, 2),)
+
+
+def test_a_push_holds_one_block_however_large_it_is() -> None:
+    assert [most_push_blocks(most, 100) for most in (1, 100, 299, 300)] == [1, 1, 2, 3]
+    assert most_push_blocks(None, 100) > 10**9
 
 
 def test_runs_break_where_either_side_does() -> None:

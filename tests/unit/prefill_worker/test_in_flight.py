@@ -30,7 +30,7 @@ from loopline.request import Request, SamplingParams
 from loopline.settings import EngineSettings, SchedulerSettings
 from loopline.wire.convert import decode_push_notice, encode_push_notice
 from loopline.worker.events import CommitAnswered
-from prefill_worker.gate import PushGate, parts_of
+from prefill_worker.gate import PushGate
 from prefill_worker.handoff_out import HandoffOut
 from prefill_worker.outgoing import PrefillPorts
 from prefill_worker.policy import PrefillPolicy
@@ -250,12 +250,6 @@ def test_chunks_are_cut_to_the_largest_push(engine: Engine, policy: PrefillPolic
     worker.settle(worker.fast)
     assert worker.commits[0].pushes == (PushRange(0, 0, 1), PushRange(1, 1, 1), PushRange(2, 2, 1))
     assert len(worker.fast.arrived) == 3
-
-
-def test_parts_cover_a_range() -> None:
-    assert list(parts_of(3, 3, 2)) == []
-    assert list(parts_of(3, 8, 2)) == [(3, 5), (5, 7), (7, 8)]
-    assert list(parts_of(0, 2, 99)) == [(0, 2)]
 
 
 def test_the_gate_knows_whose_pushes_would_wait() -> None:
