@@ -3,8 +3,7 @@ the decode worker has and it has not: the tokens of a run without any cache, fet
 rest, lent blocks keep their bytes, and every block is free or cached again."""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,35 +11,15 @@ import torch
 from loopline.engine.engine import Engine
 from loopline.engine.local import LocalEngine
 from loopline.messages import HandoffStats, Prefilled
-from loopline.settings import EngineSettings
 from tests.property.test_worker_pair import Script
-from tests.support.families import FAMILIES, asking
-from tests.support.pair import BLOCK_SIZE, Pair, make_engines
+from tests.support.families import asking
+from tests.support.pair import BLOCK_SIZE, Pair
 from tests.unit.worker.clocks import OwnClock
 
 NUMBERS = itertools.count()
 MOST_BLOCKS = 4
 WARM = (0, 1, MOST_BLOCKS)
 MAX_TOKENS = 6
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> EngineSettings:
-    return FAMILIES[request.param]
-
-
-@pytest.fixture(scope="module")
-def engines(family: EngineSettings) -> tuple[Engine, Engine, Engine]:
-    """A prefill and a decode worker's, and one of another prefill worker that only warms the decode worker."""
-    prefill, decode = make_engines(num_blocks=96, base=family)
-    return prefill, decode, make_engines(num_blocks=96, base=family)[0]
-
-
-@pytest.fixture(scope="module")
-def cold(family: EngineSettings) -> Iterator[LocalEngine]:
-    engine = LocalEngine(replace(family, block_size=BLOCK_SIZE, num_blocks=24, prefix_cache="off"))
-    yield engine
-    engine.close()
 
 
 class FetchingScript(Script):

@@ -24,11 +24,6 @@ def settings(base: EngineSettings, prefix_cache: str, num_blocks: int = 64) -> E
     return replace(base, block_size=BLOCK, num_blocks=num_blocks, prefix_cache=prefix_cache, scheduler=scheduler)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> EngineSettings:
-    return FAMILIES[request.param]
-
-
 @pytest.fixture(scope="module")
 def cold(family: EngineSettings) -> Iterator[LocalEngine]:
     engine = LocalEngine(settings(family, "off"))

@@ -4,8 +4,7 @@ pushed or computed there, shared blocks keep their bytes, and every block is fre
 Huginn with noise keyed by position; each request has a seed of its own."""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,10 +13,9 @@ from loopline.engine.engine import Engine
 from loopline.engine.local import LocalEngine
 from loopline.messages import HandoffStats, Prefilled, Reserved, StartLocalPrefill
 from loopline.sched.plan import ChunkDone
-from loopline.settings import EngineSettings
 from tests.property.test_worker_pair import Script
-from tests.support.families import FAMILIES, asking
-from tests.support.pair import BLOCK_SIZE, Pair, make_engines
+from tests.support.families import asking
+from tests.support.pair import BLOCK_SIZE, Pair
 from tests.unit.worker.clocks import OwnClock
 
 NUMBERS = itertools.count()
@@ -46,25 +44,6 @@ class WatchedPair(Pair):
             self.decode_chunks += outcome.chunks
             self.decode.stepped(outcome)
         return outcome is not None
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> EngineSettings:
-    return FAMILIES[request.param]
-
-
-@pytest.fixture(scope="module")
-def engines(family: EngineSettings) -> tuple[Engine, Engine, Engine]:
-    """A prefill and a decode worker's, and one of another prefill worker that only warms the decode worker."""
-    prefill, decode = make_engines(num_blocks=96, base=family)
-    return prefill, decode, make_engines(num_blocks=96, base=family)[0]
-
-
-@pytest.fixture(scope="module")
-def cold(family: EngineSettings) -> Iterator[LocalEngine]:
-    engine = LocalEngine(replace(family, block_size=BLOCK_SIZE, num_blocks=24, prefix_cache="off"))
-    yield engine
-    engine.close()
 
 
 @dataclass(frozen=True)
