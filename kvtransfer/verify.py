@@ -1,7 +1,7 @@
 """Whether a push's bytes are those that were sent: `transfer.verify: digest`, for debugging.
 
-The sender's transfer thread hashes the source blocks as it posts a push, and the notice carries the digest; the decode
-worker hashes the target blocks when the notice has come. Where the bytes are read from is the worker's to say.
+The sender's transfer thread hashes the source blocks as it posts a push, and the notice carries the digest; the
+receiver hashes the target blocks when the notice has come. Where the bytes are read from is the worker's to say.
 """
 
 import hashlib
