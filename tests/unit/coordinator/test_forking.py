@@ -53,9 +53,12 @@ def words_of(pid: int) -> list[str]:
 
 
 def process_of_server() -> psutil.Process:
-    (process,) = [
-        each for each in map(psutil.Process, running_children()) if "coordinator.forkserver" in words_of(each.pid)
-    ]
+    found = []
+    for child in children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+            if "coordinator.forkserver" in child.cmdline():
+                found.append(child)
+    (process,) = found
     return process
 
 
@@ -71,7 +74,11 @@ def children() -> list[psutil.Process]:
 
 
 def running_children() -> list[int]:
-    return [child.pid for child in children() if child.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for child in children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # reaped since it was listed
+            found += [child.pid] if child.status() != psutil.STATUS_ZOMBIE else []
+    return found
 
 
 def orphan() -> int:
