@@ -31,7 +31,7 @@ def decode_candidates(
         and (group is None or view.group == group)
         and not (is_suspect and _has_suspect(view))
         and _has_decode_room(view, request)
-        and (role is Role.UNIFIED or _has_prefill_slot(view, snapshot))
+        and (role is Role.UNIFIED or (_holds_prompt(view, request, snapshot) and _has_prefill_slot(view, snapshot)))
     ]
 
 
@@ -111,6 +111,13 @@ def _paired_prefill(decode: WorkerView, snapshot: ClusterSnapshot) -> list[Worke
         for view in snapshot.with_role(Role.PREFILL)
         if view.takes_work and decode.worker in view.ready_pairs and view.group == decode.group
     ]
+
+
+def _holds_prompt(decode: WorkerView, request: Request, snapshot: ClusterSnapshot) -> bool:
+    """Whether a prefill worker that `decode` can use would hold the prompt if it had nothing else."""
+    return any(
+        _num_blocks(request.num_known_tokens, view) <= view.usable_blocks for view in _paired_prefill(decode, snapshot)
+    )
 
 
 def _has_prefill_slot(decode: WorkerView, snapshot: ClusterSnapshot) -> bool:

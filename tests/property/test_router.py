@@ -28,7 +28,7 @@ def snapshots(draw: st.DrawFn) -> ClusterSnapshot:
     for role, members in workers.items():
         for number in range(draw(st.integers(0, 2) if role is Role.UNIFIED else st.integers(1, 4))):
             fingerprint = draw(st.sampled_from((FINGERPRINT, FINGERPRINT, OTHER_FINGERPRINT)))
-            blocks, slots = draw(st.integers(1, 12)), draw(st.integers(1, 4))
+            blocks, slots = draw(st.integers(1, 3) | st.integers(4, 12)), draw(st.integers(1, 4))
             one = register(f"{role}-{number}", role, fingerprint=fingerprint, total_blocks=blocks, max_running=slots)
             registry.join(one, 0.0)
             members.append(one)
