@@ -42,11 +42,13 @@ class Arm:
 
 
 class Timer:
-    """Times calls on one device: CUDA's by events around the group, a CPU's by the clock."""
+    """Times calls on one device: CUDA's by events around the group, a CPU's by this process's time on the processor,
+    which other work on the machine does not lengthen."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._is_cuda = device.type == "cuda"
+        self._clock = time.perf_counter if self._is_cuda else time.process_time
 
     def synchronize(self) -> None:
         """Wait for all that was submitted."""
@@ -54,12 +56,12 @@ class Timer:
             torch.cuda.synchronize(self.device)
 
     def clock_s(self, run: Callable[[], object]) -> float:
-        """Seconds of one call by the host's clock, until the device is done with it."""
+        """Seconds of one call, until the device is done with it."""
         self.synchronize()
-        start = time.perf_counter()
+        start = self._clock()
         run()
         self.synchronize()
-        return time.perf_counter() - start
+        return self._clock() - start
 
     def group_s(self, run: Callable[[], object], count: int) -> float:
         """Seconds a call of `count` calls, one submitted behind the other."""
@@ -102,7 +104,7 @@ def _turn(arm: Arm, timer: Timer, calls: int) -> None:
     try:
         untimed_s = timer.clock_s(arm.run)
         if not arm.num_calls:
-            arm.num_calls = max(1, min(calls, int(_GROUP_S / untimed_s)))
+            arm.num_calls = max(1, min(calls, int(_GROUP_S / max(untimed_s, 1e-9))))
         arm.round_s.append(timer.group_s(arm.run, arm.num_calls))
     except Exception as error:  # whatever it is, the other arms' figures stand
         arm.error = error_text(error)

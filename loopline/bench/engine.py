@@ -86,7 +86,8 @@ def measure(bench: EngineBench, command: str, say: Callable[[str], None] = lambd
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     say("rates of the device")
-    rates = measure_rates(timer, kind)
+    with one_thread(device):
+        rates = measure_rates(timer, kind)
     _free(device)
     report: dict[str, Any] = {
         "machine": machine(device, command),

@@ -6,7 +6,8 @@ Sources of the two public shapes: config.json of ByteDance/Ouro-1.4B and of tomg
 from collections.abc import Mapping
 from typing import Any
 
-from loopline.model_spec import DTYPE_BYTES, Family, ModelSpec
+from loopline.capacity.geometry import Geometry
+from loopline.model_spec import Family, ModelSpec
 
 _OURO = ModelSpec(
     family=Family.OURO,
@@ -114,27 +115,23 @@ def config_json(spec: ModelSpec) -> dict[str, Any]:
 
 def body_weights(spec: ModelSpec) -> int:
     """Weights of matrices that one token goes through, head and embedding not counted; the loop's count every loop."""
-    width, heads = spec.hidden_size, spec.num_heads * spec.head_dim
-    kv_heads = spec.num_kv_heads * spec.head_dim
-    layer = width * (2 * heads + 2 * kv_heads + 3 * spec.intermediate_size)  # q, k, v and out; gate, up and down
-    adapter = 2 * width * width if spec.family is Family.HUGINN else 0
-    once = (spec.num_prelude + spec.num_coda) * layer
-    return once + spec.default_loops * (spec.num_recurrent * layer + adapter)
+    return _at_full_depth(spec).body_weights
 
 
 def head_weights(spec: ModelSpec) -> int:
     """Weights of the head."""
-    return spec.vocab_size * spec.hidden_size
+    return _at_full_depth(spec).head_weights
 
 
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:
     """Bytes of weights that one pass reads: those of the loop again in every loop, rows of the embedding left out."""
-    return (body_weights(spec) + head_weights(spec)) * DTYPE_BYTES[dtype]
+    return _at_full_depth(spec, dtype).pass_weight_bytes
 
 
 def prompt_flops(spec: ModelSpec, num_tokens: int) -> int:
     """Floating-point operations of one prompt at full depth, with the head at its last position."""
-    planes = spec.num_prelude + spec.num_coda + spec.default_loops * spec.num_recurrent
-    pairs = num_tokens * (num_tokens + 1) // 2  # of a query and a key that it sees
-    attention = 4 * spec.num_heads * spec.head_dim * pairs * planes
-    return 2 * body_weights(spec) * num_tokens + 2 * head_weights(spec) + attention
+    return _at_full_depth(spec).prefill_work(1, num_tokens).flops
+
+
+def _at_full_depth(spec: ModelSpec, dtype: str = "bf16") -> Geometry:
+    return Geometry.of(spec, spec.default_loops, dtype)
