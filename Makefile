@@ -22,8 +22,8 @@ demo: $(READY)
 
 # Clusters are several processes each and come last, one at a time; all else shares the processors.
 test: check
-	$(BIN)/pytest -m "not gpu and not soak" -n auto --maxprocesses 4 --dist loadfile --ignore tests/cluster
-	$(BIN)/pytest -m "not gpu and not soak" tests/cluster
+	$(BIN)/pytest -m "not gpu and not soak and not index" -n auto --maxprocesses 4 --dist loadfile --ignore tests/cluster
+	$(BIN)/pytest -m "not gpu and not soak and not index" tests/cluster
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,83 +1,142 @@
-"""`loopline check`: is a cluster YAML right, and what will its workers hold."""
+"""`loopline check`: is a cluster YAML right, what will its workers hold, and what can they serve."""
 
+import dataclasses
 import json
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
+from loopline.bench.shapes import SHAPES
+from loopline.capacity.hardware import Profile
+from loopline.capacity.plan import Plan, make_plan, roles_of, usual_workload
+from loopline.capacity.profiles import PROFILES, default_profile, read_profile
+from loopline.capacity.workers import DecodePlan, PrefillPlan
+from loopline.cli.check_report import show
 from loopline.cli.options import Config, Json
 from loopline.config import PREFIX_CACHE, ClusterConfig, load_config
-from loopline.config_sections import WorkerGroup
-from loopline.identity import Role
-from loopline.kv.layout import KVLayout
-from loopline.model_spec import load_model_spec
+from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.noise_key import NoiseKey, check_prefix_cache
 from loopline.text import load_text
 
+_Profile = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--profile",
+        metavar="NAME|FILE",
+        help=f"Hardware: {', '.join(PROFILES)}, a YAML file, or a JSON report of bench engine or bench transfer. "
+        "May be repeated: later ones are laid over earlier ones.",
+    ),
+]
+_Link = Annotated[str | None, typer.Option(metavar="NAME", help="The profile's link that pushes take.")]
+_Prompt = Annotated[int | None, typer.Option(metavar="N", help="Prompt tokens of a request.")]
+_New = Annotated[int | None, typer.Option(metavar="N", help="New tokens of a request.")]
+_Rate = Annotated[float | None, typer.Option(metavar="X", help="Requests a second that come.")]
 
-def check(*, config: Config, as_json: Json = False) -> None:
-    """Check a cluster YAML and its checkpoint folder, and show how much KV fits."""
-    plan = make_plan(load_config(config))
+
+def check(
+    *,
+    config: Config,
+    profile: _Profile = None,
+    link: _Link = None,
+    prompt_tokens: _Prompt = None,
+    new_tokens: _New = None,
+    rate: _Rate = None,
+    as_json: Json = False,
+) -> None:
+    """Check a cluster YAML and its checkpoint folder, and plan its capacity: what fits, how long it takes, what limits
+    it."""
+    loaded = load_config(config)
+    spec, is_there = read_geometry(loaded.model.path)
+    check_prefix_cache(spec, PREFIX_CACHE[loaded.kv.prefix_cache], NoiseKey(loaded.model.noise_key))
+    devices = [loaded.group(role).device for role in roles_of(loaded)]
+    profiles = (_profile(profile or (), devices[0], spec), _profile(profile or (), devices[-1], spec))
+    usual = usual_workload(spec)
+    workload = dataclasses.replace(
+        usual,
+        prompt_tokens=usual.prompt_tokens if prompt_tokens is None else prompt_tokens,
+        new_tokens=usual.new_tokens if new_tokens is None else new_tokens,
+        rate=rate,
+    )
+    plan = make_plan(loaded, spec, profiles, workload, link)
+    report = as_report(loaded, spec, is_there, profiles, plan)
     if as_json:
-        sys.stdout.write(json.dumps(plan) + "\n")
+        sys.stdout.write(json.dumps(report) + "\n")
         return
-    console = Console(highlight=False)
-    console.print(f"{plan['name']}: {plan['model']} ({plan['family']}, {plan['dtype']}), {plan['max_loops']} loops")
-    console.print(f"context {plan['context_tokens']:,} tokens; tokenizer: {'yes' if plan['has_tokenizer'] else 'no'}")
-    console.print(
-        f"KV: {plan['num_planes']} planes, {plan['token_bytes']:,} bytes a token, "
-        f"{plan['block_bytes']:,} bytes a block of {plan['block_size']}"
-    )
-    console.print(
-        f"    {plan['packing']:.2f}x the tokens of a layout that keeps every layer at every loop "
-        f"({plan['unpacked_token_bytes']:,} bytes a token)"
-    )
-    table = Table("role", "workers", "device", "blocks each", "arena bytes each", "tokens each")
-    for role, group in plan["workers"].items():
-        sizes = [group["num_blocks"], group["arena_bytes"], group["tokens"]]
-        words = ["by free memory" if size is None else f"{size:,}" for size in sizes]
-        table.add_row(role, str(group["replicas"]), group["device"], *words)
-    console.print(table)
+    show(report)
 
 
-def make_plan(config: ClusterConfig) -> dict[str, Any]:
-    """The plan as one JSON object. Raises CheckpointError where the folder cannot be served, ConfigError where not with
-    these settings."""
-    path = config.model.path
-    spec = load_model_spec(path)
-    check_prefix_cache(spec, PREFIX_CACHE[config.kv.prefix_cache], NoiseKey(config.model.noise_key))
-    dtype = spec.checkpoint_dtype if config.model.dtype == "auto" else config.model.dtype
-    max_loops = config.model.max_loops or spec.default_loops
-    layout = KVLayout.from_spec(spec, max_loops, config.kv.block_size, dtype)
-    codec = load_text(path)
+def read_geometry(folder: str) -> tuple[ModelSpec, bool]:
+    """The checkpoint folder's geometry and True; where there is no such folder and its name is a public model's, that
+    model's and False. Raises CheckpointError."""
+    path = Path(folder)
+    if not path.exists() and path.name in SHAPES:
+        return SHAPES[path.name], False
+    return load_model_spec(folder), True
+
+
+def _profile(names: list[str] | tuple[str, ...], device: str, spec: ModelSpec) -> Profile:
+    profile = default_profile(device)
+    for name in names:
+        profile = read_profile(name, profile, lambda model: SHAPES[model] if model in SHAPES else _spec_of(model, spec))
+    return profile
+
+
+def _spec_of(model: str, own: ModelSpec) -> ModelSpec:
+    """Of a report's model: its folder's, if it is there; else it is taken to be the configuration's."""
+    return load_model_spec(model) if Path(model).is_dir() else own
+
+
+def as_report(
+    config: ClusterConfig, spec: ModelSpec, is_there: bool, profiles: tuple[Profile, Profile], plan: Plan
+) -> dict[str, Any]:
+    """The plan as one JSON object."""
+    layout, codec = plan.geometry.layout, load_text(config.model.path) if is_there else None
     return {
         "name": config.name,
-        "model": path,
+        "model": config.model.path,
+        "checkpoint_found": is_there,
         "family": str(spec.family),
-        "dtype": dtype,
-        "max_loops": max_loops,
+        "dtype": plan.geometry.dtype,
+        "loops": plan.geometry.loops,
+        "max_loops": layout.max_loops,
         "context_tokens": spec.context_tokens,
         "has_tokenizer": codec is not None,
         "has_chat_template": codec is not None and codec.has_chat_template,
+        "weights_bytes": plan.geometry.stored_bytes,
         "num_planes": layout.num_planes,
         "token_bytes": layout.token_bytes,
         "unpacked_token_bytes": layout.unpacked_token_bytes,
         "packing": layout.unpacked_token_bytes / layout.token_bytes,
         "block_size": layout.block_size,
         "block_bytes": layout.block_bytes,
-        "workers": {str(role): _group_plan(config.group(role), layout) for role in Role if config.group(role).replicas},
+        "profiles": {role: _described(one) for role, one in zip(("prefill", "decode"), profiles, strict=True)},
+        "workload": dataclasses.asdict(plan.workload),
+        "workers": {role: _group(config, role, plan) for role in roles_of(config)},
+        "steps": {"prefill": _steps(plan.prefill), "decode": _steps(plan.decode)},
+        "transfer": None if plan.transfer is None else dataclasses.asdict(plan.transfer),
+        "rates": plan.rates,
+        "requests_per_s": plan.requests_per_s,
+        "bottleneck": plan.bottleneck,
+        "prefill_per_decode": plan.prefill_per_decode,
+        "ratio": plan.ratio,
+        "demand": None if plan.demand is None else dataclasses.asdict(plan.demand),
+        "notes": list(plan.notes),
     }
 
 
-def _group_plan(group: WorkerGroup, layout: KVLayout) -> dict[str, Any]:
-    """Without num_blocks the counts are known only when a worker starts: null."""
-    blocks = group.num_blocks
-    return {
-        "replicas": group.replicas,
-        "device": group.device,
-        "num_blocks": blocks,
-        "arena_bytes": None if blocks is None else (blocks + 1) * layout.block_bytes,  # one takes padding's writes
-        "tokens": None if blocks is None else blocks * layout.block_size,
-    }
+def _described(profile: Profile) -> dict[str, Any]:
+    return {"name": profile.name, "source": profile.source, "is_measured": profile.is_measured}
+
+
+def _group(config: ClusterConfig, role: str, plan: Plan) -> dict[str, Any]:
+    """A role's workers. Counts of an arena that are not known are null."""
+    group, part = config.group(role), plan.prefill if role == "prefill" else plan.decode
+    return {"replicas": group.replicas, "device": group.device, **dataclasses.asdict(part.arena), "fits": part.fits}
+
+
+def _steps(part: PrefillPlan | DecodePlan) -> dict[str, Any]:
+    figures = dataclasses.asdict(part)
+    del figures["arena"]
+    return figures

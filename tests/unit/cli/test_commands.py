@@ -13,6 +13,7 @@ from loopline.cli.options import request_options
 from loopline.cli.status import audit_faults, details
 from loopline.cli.waiting import has_successor
 from loopline.client import ClusterStatus, LinkInfo, WorkerInfo
+from loopline.errors import CheckpointError
 from loopline.identity import BlockCounts, BudgetCounts
 from loopline.intake import Chat, RequestOptions
 from loopline.request import InitialState
@@ -69,7 +70,35 @@ def test_a_plan_of_a_shipped_configuration() -> None:
     plan = json.loads(result.output)
     assert (plan["num_planes"], plan["token_bytes"], plan["block_bytes"]) == (24, 49_152, 786_432)
     assert plan["workers"]["decode"]["tokens"] == 16 * plan["workers"]["decode"]["num_blocks"]
-    assert "blocks" in RUNNER.invoke(app, ["check", str(ROOT / "configs/local-cpu.yaml")]).output
+    shown = RUNNER.invoke(app, ["check", str(ROOT / "configs/local-cpu.yaml"), "--rate", "1"]).output
+    assert "blocks" in shown and "bottleneck: " in shown and "a token" in shown
+
+
+def test_a_plan_takes_hardware_and_workload_from_the_command_line() -> None:
+    data = ROOT / "tests/data/capacity"
+    arguments = [
+        "check",
+        str(ROOT / "configs/gpu-ouro-1.4b.yaml"),
+        "--json",
+        "--prompt-tokens",
+        "2048",
+        "--new-tokens",
+        "64",
+    ]
+    arguments += ["--profile", "gh200-144", "--profile", str(data / "h200-ouro-1.4b.json")]
+    arguments += ["--profile", str(data / "h200-nvlink.json"), "--rate", "3"]
+    plan = json.loads(RUNNER.invoke(app, arguments).output)
+    assert plan["workload"] == {"prompt_tokens": 2048, "new_tokens": 64, "rate": 3.0}
+    assert plan["profiles"]["decode"]["name"] == "measured on NVIDIA H200" and not plan["checkpoint_found"]
+    assert plan["transfer"]["link"] == "measured" and plan["demand"]["prefill_workers"] == 1
+    assert plan["transfer"]["request_bytes"] == 2048 * 786_432
+
+
+def test_a_folder_that_is_neither_there_nor_known_is_an_error(tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text("model: {path: nowhere}\n", encoding="utf-8")
+    result = RUNNER.invoke(app, ["check", str(config)])
+    assert isinstance(result.exception, CheckpointError) and "nowhere" in str(result.exception)
 
 
 def test_check_refuses_to_share_prefixes_of_noise_that_is_each_requests_own(tmp_path: Path) -> None:

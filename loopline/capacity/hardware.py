@@ -1,0 +1,79 @@
+"""What hardware gives: rates, how much of them the engine's steps reach, memory and links.
+
+Profiles that come along are in `loopline.capacity.profiles`, which also reads those of files; `loopline.capacity.fit`
+makes one of measurements.
+"""
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loopline.errors import ConfigError
+
+
+class _Record(BaseModel):
+    """Frozen, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Link(_Record):
+    """What carries KV from one worker to another."""
+
+    peak_bytes_per_s: float = Field(gt=0)
+    """What the maker says of one direction."""
+    bytes_per_s: float = Field(gt=0)
+    """What large pushes reach."""
+    push_s: float = Field(ge=0)
+    """What each push takes beside its bytes: posting, the notice, polls until it is seen."""
+    is_measured: bool = False
+
+    def floor_s(self, num_bytes: float) -> float:
+        """Seconds below which no transfer of so many bytes can be."""
+        return num_bytes / self.peak_bytes_per_s
+
+    def expected_s(self, num_bytes: float, pushes: int) -> float:
+        """Seconds of `pushes` pushes one after the other."""
+        return num_bytes / self.bytes_per_s + pushes * self.push_s
+
+
+class Profile(_Record):
+    """One worker's device, and the links from it."""
+
+    name: str
+    source: str
+    """Where the figures are from."""
+    memory_bytes: int | None = Field(default=None, gt=0)
+    """Memory free on the device before a worker starts; null: not known, and so no arena without num_blocks."""
+    bytes_per_s: float = Field(gt=0)
+    """Memory: bytes read and written in a large copy."""
+    flops_per_s: Mapping[str, float]
+    """Large matrix products, by dtype (fp32, bf16)."""
+    weights_efficiency: float = Field(gt=0)
+    """Part of `bytes_per_s` at which steps read weights; above 1 where weights stay in a cache."""
+    kv_efficiency: float = Field(gt=0)
+    """Part of `bytes_per_s` at which attention goes through keys and values."""
+    flops_efficiency: float = Field(gt=0)
+    """Part of `flops_per_s` that steps reach."""
+    layer_pass_s: float = Field(ge=0)
+    """What each layer of a pass takes beside its bytes and operations: starting kernels, or Python."""
+    row_tile: int = Field(default=1, ge=1)
+    """Rows of a step are padded to a multiple of it."""
+    links: Mapping[str, Link] = Field(default_factory=dict)
+    default_link: str = ""
+    """The link of pushes where none is named."""
+    is_measured: bool = False
+    """Whether rates and efficiencies were measured on such a device, and not taken over from another."""
+
+    def rate_of(self, dtype: str) -> float:
+        """Matrix products of that dtype, operations a second. Raises ConfigError where the profile has none."""
+        if dtype not in self.flops_per_s:
+            raise ConfigError(f"profile {self.name}: flops_per_s has no {dtype}; it has {', '.join(self.flops_per_s)}")
+        return self.flops_per_s[dtype]
+
+    def link(self, name: str | None) -> tuple[str, Link]:
+        """The link of that name, or the default one. Raises ConfigError for one that the profile has not."""
+        chosen = name or self.default_link
+        if chosen not in self.links:
+            raise ConfigError(f"link is {chosen!r}; profile {self.name} has: {', '.join(self.links) or 'none'}")
+        return chosen, self.links[chosen]

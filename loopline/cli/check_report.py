@@ -1,0 +1,140 @@
+"""How `loopline check` shows a plan to people."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the plan: the model, what fits, how long steps take, how KV moves, what limits all of it."""
+    console = Console(highlight=False)
+    _show_model(console, report)
+    console.print(_holding(report))
+    console.print(_times(report))
+    if report["transfer"] is not None:
+        console.print(_links(report))
+    _show_balance(console, report)
+    for note in report["notes"]:
+        console.print(f"note: {note}")
+
+
+def _show_model(console: Console, report: dict[str, Any]) -> None:
+    console.print(
+        f"{report['name']}: {report['model']} ({report['family']}, {report['dtype']}), {report['loops']} loops of "
+        f"{report['max_loops']} at most"
+    )
+    if not report["checkpoint_found"]:
+        console.print("    no such folder: the plan is for the public model of that name")
+    console.print(
+        f"context {report['context_tokens']:,} tokens; weights {_size(report['weights_bytes'])}; tokenizer: "
+        f"{'yes' if report['has_tokenizer'] else 'no'}"
+    )
+    console.print(
+        f"KV: {report['num_planes']} planes, {report['token_bytes']:,} bytes a token, "
+        f"{report['block_bytes']:,} bytes a block of {report['block_size']}"
+    )
+    console.print(
+        f"    {report['packing']:.2f}x the tokens of a layout that keeps every layer at every loop "
+        f"({report['unpacked_token_bytes']:,} bytes a token)"
+    )
+    for role in ("prefill", "decode"):
+        profile = report["profiles"][role]
+        console.print(f"{role} on {profile['name']}: {profile['source']}")
+    workload = report["workload"]
+    rate = "" if workload["rate"] is None else f", {workload['rate']:g} a second"
+    console.print(f"requests of {workload['prompt_tokens']:,} prompt and {workload['new_tokens']:,} new tokens{rate}")
+
+
+def _holding(report: dict[str, Any]) -> Table:
+    table = _table("role", "workers", "device", "blocks each", "arena each", "tokens each", "requests each")
+    for role, group in report["workers"].items():
+        about = "about " if group["is_estimate"] else ""
+        sizes = [group["num_blocks"], group["arena_bytes"], group["tokens"]]
+        shown = ["by free memory"] * 3
+        if None not in sizes:
+            shown = [f"{about}{sizes[0]:,}", f"{about}{_size(sizes[1])}", f"{about}{sizes[2]:,}"]
+        table.add_row(role, str(group["replicas"]), group["device"], *shown, f"{group['fits']:,}")
+    return table
+
+
+def _times(report: dict[str, Any]) -> Table:
+    table = _table("one worker", "floor, ms", "bound by", "expected, ms", "of it", "a second")
+    prefill, decode = report["steps"]["prefill"], report["steps"]["decode"]
+    prompt = f"{report['workload']['prompt_tokens']:,} tokens, chunks of {prefill['chunk_tokens']:,}"
+    table.add_row(f"prefill: a prompt of {prompt}", *_time(prefill["one_prompt"]))
+    table.add_row(
+        f"    {prefill['prompts']:,} side by side", "", "", "", "", f"{prefill['requests_per_s']:.3g} prompts"
+    )
+    table.add_row("decode: a step of 1 row", *_time(decode["one_row"]))
+    rows = f"{decode['rows']:,} rows ({decode['rows_limit']})"
+    table.add_row(f"    {rows}", *_time(decode["full"]), f"{decode['tokens_per_s']:,.0f} tokens")
+    return table
+
+
+def _links(report: dict[str, Any]) -> Table:
+    transfer = report["transfer"]
+    table = _table("link", "1,000 tokens, ms", "")
+    for name, seconds in transfer["thousand_tokens_s"].items():
+        own = name == transfer["link"]
+        words = (
+            f"a prompt: {_size(transfer['request_bytes'])} in {transfer['pushes']} pushes, "
+            f"{_ms(transfer['expected_s'])} ms (floor {_ms(transfer['floor_s'])}); "
+            f"{_ms(transfer['last_chunk_s'])} ms after its last chunk"
+        )
+        table.add_row(name, _ms(seconds), words if own else "")
+    return table
+
+
+def _show_balance(console: Console, report: dict[str, Any]) -> None:
+    rates = ", ".join(f"{part} {rate:.3g}" for part, rate in report["rates"].items())
+    console.print(f"requests/s of all workers: {rates}")
+    console.print(f"bottleneck: {report['bottleneck']}, {report['requests_per_s']:.3g} requests/s")
+    if report["ratio"] is not None:
+        prefill, decode = report["ratio"]
+        console.print(
+            f"balanced at {prefill} prefill to {decode} decode workers "
+            f"({report['prefill_per_decode']:.3g} prefill workers keep one decode worker busy)"
+        )
+    demand = report["demand"]
+    if demand is None:
+        return
+    need = [demand[key] for key in ("prefill_workers", "decode_workers")]
+    words = ["no number of" if count is None else f"{count:,}" for count in need]
+    if "unified" in report["rates"]:
+        console.print(f"the rate needs {words[0]} unified workers")
+    else:
+        console.print(f"the rate needs {words[0]} prefill and {words[1]} decode workers")
+    used = ", ".join(f"{part} {'-' if use is None else f'{use:.0%}'}" for part, use in demand["use"].items())
+    console.print(f"used: {used}")
+    if demand["rows"] is None:
+        console.print("more answers come than decode workers make")
+    else:
+        console.print(
+            f"{demand['rows']:.3g} answers at once in each decode worker, {_ms(demand['token_s'])} ms a token"
+        )
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE, padding=(0, 1))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _time(time: dict[str, Any]) -> Sequence[str]:
+    part = time["floor_s"] / time["expected_s"]
+    return [_ms(time["floor_s"]), time["bound"], _ms(time["expected_s"]), f"{part:.0%}"]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
+
+
+def _size(num_bytes: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.3g} {unit}" if num_bytes / size < 100 else f"{num_bytes / size:,.0f} {unit}"
+    return f"{num_bytes:,.0f} B"
