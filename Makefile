@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
 
-.PHONY: demo test check soak proto clean
+.PHONY: demo test check soak ray proto clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -22,8 +22,8 @@ demo: $(READY)
 
 # Clusters are several processes each and come last, one at a time; all else shares the processors.
 test: check
-	$(BIN)/pytest -m "not gpu and not soak and not index" -n auto --maxprocesses 4 --dist loadfile --ignore tests/cluster
-	$(BIN)/pytest -m "not gpu and not soak and not index" tests/cluster
+	$(BIN)/pytest -m "not gpu and not soak and not index and not ray" -n auto --maxprocesses 4 --dist loadfile --ignore tests/cluster
+	$(BIN)/pytest -m "not gpu and not soak and not index and not ray" tests/cluster
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -36,6 +36,11 @@ check: $(READY)
 soak: $(READY)
 	LOOPLINE_SOAK=1 $(BIN)/pytest -m "not gpu" --timeout 3600 tests/property
 	LOOPLINE_SOAK=1 $(BIN)/pytest -m "soak and not gpu" --timeout 3600 --log-cli-level INFO
+
+# Clusters of Ray's nodes; Ray is large, and an extra.
+ray: $(READY)
+	$(BIN)/pip install -q -c constraints.txt ray
+	$(BIN)/pytest -m ray tests/cluster/test_ray.py
 
 proto: $(READY)
 	$(BIN)/python -m loopline.wire.protogen

@@ -1,58 +1,54 @@
-"""Starts a cluster as processes of this machine, watches over them and stops them; `loopline launch` calls it.
+"""Starts a cluster's processes, watches over them and stops them; `loopline launch` calls it.
 
-When this process dies, however it dies, its children see the end of their life pipes and leave. They run in sessions of
-their own: a terminal's Ctrl-C reaches only this process.
+The coordinator is a process of this machine; where workers run is a `starters.Starter`'s matter. When this process
+dies, however it dies, its children see the end of their life pipes and leave. They run in sessions of their own: a
+terminal's Ctrl-C reaches only this process.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
-import math
 import uuid
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from coordinator.forking import ForkServer
+from coordinator.hung import HungLooks
 from coordinator.launcher_link import stay_attached
-from coordinator.processes import Child, end_children, start_child
+from coordinator.processes import Process, end_children, start_child
 from coordinator.roster import Roster
-from coordinator.snapshot import host_of
+from coordinator.serving import wait_for_address, wait_serving
+from coordinator.starters import Order, Starter, make_starter
 from loopline.config import load_config
 from loopline.errors import LooplineError, OperatorError, PeerLost
 from loopline.identity import Role, WorkerState
 from loopline.launcher_messages import LauncherReport, WorkerCounts
-from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire._generated.loopline.v1 import cluster_pb2, cluster_pb2_grpc, loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_channel
 
 _LOG = logging.getLogger(__name__)
-_POLL_S = 0.02
 _CALL_S = 2.0
 _RETRY_S = 0.2
-_LISTEN_S = 30.0
 _MOST_DRAIN_S = 10.0  # whoever stops a launch wants it to end soon, whatever the configuration allows
 _LEAVE_S = 10.0  # for a process that was told to leave and has nothing left to finish
 _BACKOFF_FIRST_S = 0.2
 _BACKOFF_MOST_S = 10.0
 _ENDED_KEPT = 256
-_LOOKS_LOST = 2  # in a row, a lease apart, at a worker that is lost
-_LOOKS_MISSING = 3  # at one that has not joined again, and at least so many seconds:
-_MISSING_S = 6.0
+_UNSEEN = -1  # the exit status of a process that ended while nobody watched it
 _SETTLED_S = 30.0  # after a life this long the backoff starts over
 WORKER_MODULES = MappingProxyType(
     {Role.PREFILL: "prefill_worker", Role.DECODE: "decode_worker", Role.UNIFIED: "decode_worker.unified"}
 )
 T = TypeVar("T")
+AnyProcess = TypeVar("AnyProcess", Process, Process | None)
 
 
-class LocalLauncher:
+class Launcher:
     """`async with` starts the coordinator and the workers, and leaves no process behind.
 
     Until the cluster has served, a process that ends with an error ends the launch. Later it is started again unless
@@ -71,9 +67,11 @@ class LocalLauncher:
         port: int | None = None,
         worker_modules: Mapping[Role, str] = WORKER_MODULES,
         forks_workers: bool = False,
+        starter: Starter | None = None,
     ) -> None:
-        """`run_dir` takes logs and the listen file; `worker_modules`: what `python -m` runs; `forks_workers`: from a
-        process that has loaded them, which makes this process adopt what its descendants leave. Raises ConfigError."""
+        """`run_dir` takes logs and the listen file; `worker_modules`: what `python -m` runs; `forks_workers`: those of
+        this machine from a process that has loaded them, which makes this process adopt what its descendants leave;
+        `starter`: None: what the configuration names. Raises OperatorError."""
         self._worker_modules = worker_modules
         self._config_path = config_path
         self._config = load_config(config_path)
@@ -81,8 +79,12 @@ class LocalLauncher:
         """What this launcher shows to the coordinator: the cluster's own."""
         self._port = port
         self._run_dir = run_dir
-        self._forks = ForkServer([*worker_modules.values()], run_dir / "forkserver.log") if forks_workers else None
-        self._children: dict[str, Child] = {}
+        is_here = self._config.launcher.kind == "local"
+        modules = [*worker_modules.values()]
+        self._forks = ForkServer(modules, run_dir / "forkserver.log") if forks_workers and is_here else None
+        self._starter = starter or make_starter(self._config, config_path, self._forks)
+        self._children: dict[str, Process] = {}
+        self._workers: dict[str, Process] = {}  # the living ones, by the uuid that they have joined under
         self._id = uuid.uuid4().hex
         self._roster = Roster()
         self._left: dict[str, asyncio.Event] = {}  # by name: the worker was told to leave
@@ -103,6 +105,7 @@ class LocalLauncher:
         try:
             if self._forks is not None:
                 await self._forks.open()
+            await self._starter.open()
             await self._start_coordinator()
         except BaseException:
             await self.stop()
@@ -119,8 +122,13 @@ class LocalLauncher:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of living children, by name."""
+        """Process ids of living processes, each on its own host, by name."""
         return {name: child.pid for name, child in self._children.items() if child.is_alive}
+
+    def kill(self) -> None:
+        """End every process at once; `stop` waits for that."""
+        for child in self._children.values():
+            child.kill()
 
     async def wait_serving(self, timeout_s: float) -> None:
         """Until a real token has gone through the cluster. Raises OperatorError (a process failed), TimeoutError."""
@@ -147,6 +155,7 @@ class LocalLauncher:
         while self._tasks:
             await asyncio.wait(self._tasks)
             await end_children(list(self._children.values()), _LEAVE_S)  # one that was being started meanwhile
+        await self._starter.close()
 
     # ---- what the coordinator wants ----------------------------------------------------------------------------------
 
@@ -154,7 +163,7 @@ class LocalLauncher:
         """See Keeper."""
         return LauncherReport(
             launcher=self._id,
-            host=self._config.launcher.host,
+            host=self._starter.place,
             restarts=self._config.launcher.restart == "always",
             wanted=self._roster.wanted,
             revision=revision,
@@ -167,6 +176,7 @@ class LocalLauncher:
         if self._stopping.is_set():
             return
         change = self._roster.want(counts)
+        self._starter.expect(change.start)
         for worker in change.start:
             self._left[worker.name] = asyncio.Event()
             self._spawn(self._keep_worker(worker.name, worker.role))
@@ -183,36 +193,49 @@ class LocalLauncher:
         listen_file.unlink(missing_ok=True)
         child = await self._start_coordinator_process(self._port)
         self._spawn(self._keep_coordinator(child))
-        self.address = await self._unless_failed(_wait_for_address(listen_file))
+        self.address = await self._unless_failed(wait_for_address(listen_file))
 
-    async def _start_coordinator_process(self, port: int | None) -> Child:
+    async def _start_coordinator_process(self, port: int | None) -> Process:
         """`port` None: the configuration's."""
         arguments = ["--config", str(self._config_path), "--listen-file", str(self._run_dir / "coordinator.json")]
         arguments += ["--drain-limit", str(self.drain_limit_s)]
         if port is not None:
             arguments += ["--port", str(port)]
-        return await self._start("coordinator", "coordinator", arguments)
+        log_path = self._run_dir / "coordinator.log"
+        return await self._start("coordinator", lambda: start_child("coordinator", "coordinator", arguments, log_path))
 
-    async def _start(self, name: str, module: str, arguments: list[str]) -> Child:
+    async def _start_worker(self, name: str, role: Role, process: str) -> Process | None:
+        """None: it was told to leave before there was one. `process`: the uuid that it will be known by."""
+        arguments = ["--name", name, "--coordinator", self._starter.coordinator_address(self.address)]
+        arguments += ["--uuid", process]
+        if self._config.faults and name in self._faulted:
+            arguments.append("--without-faults")  # each of them happens once
+        self._faulted.add(name)
+        order = Order(name, role, self._worker_modules[role], tuple(arguments), self._run_dir / f"{name}.log")
+        return await self._start(name, lambda: self._starter.start(order, self._left[name]))
+
+    async def _start(self, name: str, start: Callable[[], Awaitable[AnyProcess]]) -> AnyProcess:
         """Raises OperatorError where no process can be had; once the cluster has served that may pass, and is tried
-        again until all is stopped."""
+        again, less and less often, until all is stopped."""
+        backoff_s = _BACKOFF_FIRST_S
         while True:
             try:
-                forks = None if module == "coordinator" else self._forks
-                child = await start_child(name, module, arguments, self._run_dir / f"{name}.log", forks)
+                child = await start()
                 break
-            except OSError as error:
+            except (OSError, OperatorError) as error:
                 failure = OperatorError(f"{name} cannot be started: {error}")
             if not self._has_served or self._stopping.is_set():
                 raise failure
             _LOG.error("%s; tried again", failure)
-            await self._unless_stopped(_BACKOFF_FIRST_S)
-        self._children[name] = child
-        if self._stopping.is_set():  # whoever ends the children has not seen this one
-            child.kill()
+            await self._unless_stopped(backoff_s)
+            backoff_s = min(2 * backoff_s, _BACKOFF_MOST_S)
+        if child is not None:
+            self._children[name] = child
+            if self._stopping.is_set():  # whoever ends the children has not seen this one
+                child.kill()
         return child
 
-    async def _keep_coordinator(self, child: Child) -> None:
+    async def _keep_coordinator(self, child: Process) -> None:
         """Reap it, and once the cluster has served start it again at the port of its first life."""
         loop = asyncio.get_running_loop()
         backoff_s = _BACKOFF_FIRST_S
@@ -240,19 +263,27 @@ class LocalLauncher:
         while not left.is_set():
             started_s = loop.time()
             process = uuid.uuid4().hex
-            child = await self._start(name, self._worker_modules[role], self._worker_arguments(name, process))
+            child = await self._start_worker(name, role, process)
+            if child is None:
+                break
             if left.is_set():  # said while it was being started
                 child.terminate()
+            self._workers[process] = child
             exit_status = await child.reap()
-            self._ended.append(process)
-            self.changed.set()
+            del self._workers[process]
+            if exit_status is not None:
+                self._note_end(process)
             if self._stopping.is_set():
                 return
-            _LOG.warning("worker %s ended with exit status %d", name, exit_status)
-            if exit_status > 0 and not self._has_served:
+            if (exit_status is None or exit_status > 0) and not self._has_served:
                 self._fail(OperatorError(child.describe_end()))
                 return
-            await self._report_exit(child, exit_status, process)
+            if exit_status is None:
+                _LOG.warning("worker %s is out of sight: %s", name, child.describe_end())
+                self._spawn(self._prove_end(child, process))
+            else:
+                _LOG.warning("worker %s ended with exit status %d", name, exit_status)
+                await self._report_exit(child, exit_status, process)
             if self._config.launcher.restart == "never":
                 break
             if exit_status == 0 or loop.time() - started_s >= _SETTLED_S:  # 0: it was told to drain
@@ -260,19 +291,31 @@ class LocalLauncher:
             await _wait_at_most(left, backoff_s)
             backoff_s = min(2 * backoff_s, _BACKOFF_MOST_S)
         if not self._stopping.is_set():
+            self._starter.release(name)
             self._roster.ended(name)
             self.changed.set()
 
-    def _worker_arguments(self, name: str, process: str) -> list[str]:
-        """`process`: the uuid that it will be known by."""
-        arguments = ["--config", str(self._config_path), "--name", name, "--coordinator", self.address]
-        arguments += ["--host", self._config.launcher.host, "--uuid", process]
-        if self._config.faults and name in self._faulted:
-            arguments.append("--without-faults")  # each of them happens once
-        self._faulted.add(name)
-        return arguments
+    def _note_end(self, process: str) -> None:
+        self._ended.append(process)
+        self.changed.set()
 
-    async def _report_exit(self, child: Child, exit_status: int, process: str) -> None:
+    async def _prove_end(self, child: Process, process: str) -> None:
+        """Of a worker that whoever watched it lost sight of: until then others keep blocks for it."""
+        proof = asyncio.ensure_future(child.proven())
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((proof, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if proof.done():
+                proof.result()
+                _LOG.warning("worker %s (pid %d) was out of sight and is proven to have ended", child.name, child.pid)
+                self._note_end(process)
+                await self._report_exit(child, _UNSEEN, process)
+        finally:
+            proof.cancel()
+            stopping.cancel()
+            await asyncio.gather(proof, stopping, return_exceptions=True)
+
+    async def _report_exit(self, child: Process, exit_status: int, process: str) -> None:
         """The proof that this process can write no more: said until it is answered, or until all is stopped."""
         stub: Any = cluster_pb2_grpc.ClusterStub
         message = cluster_pb2.WorkerExit(pid=child.pid, exit_status=exit_status, name=child.name, uuid=process)
@@ -288,10 +331,8 @@ class LocalLauncher:
     async def _kill_hung_workers(self) -> None:
         """Kill a worker that is lost, or that has joined once and is not there under a later coordinator, and does not
         come back: its writes must be proven to have ended."""
-        lease_s, host = self._config.membership.lease_s, self._config.launcher.host
-        most = {True: _LOOKS_LOST, False: max(_LOOKS_MISSING, math.ceil(_MISSING_S / lease_s))}
-        joined: set[tuple[str, int]] = set()
-        looks: dict[tuple[str, int], int] = {}
+        lease_s = self._config.membership.lease_s
+        looks = HungLooks(lease_s)
         stub: Any = loopline_pb2_grpc.LooplineStub
         async with open_channel(self.address, self.credentials) as channel:
             while not await self._unless_stopped(lease_s):
@@ -299,16 +340,11 @@ class LocalLauncher:
                     status = await stub(channel).GetStatus(loopline_pb2.GetStatusRequest(), timeout=_CALL_S)
                 except grpc.aio.AioRpcError:
                     continue
-                there = {(row.name, row.pid): row.state for row in status.workers if host_of(row.address) == host}
-                living = {(child.name, child.pid): child for child in self._children.values() if child.is_alive}
-                joined = (joined | there.keys()) & living.keys()
-                away = [key for key in joined if there.get(key, WorkerState.LOST) == WorkerState.LOST]
-                looks = {key: looks.get(key, 0) + 1 for key in away}
-                for key, count in looks.items():
-                    child = living[key]
-                    if count >= most[key in there]:
-                        _LOG.warning("worker %s (pid %d) is hung: killed", child.name, child.pid)
-                        child.kill()
+                there = {row.uuid: WorkerState(row.state) for row in status.workers}
+                living = {uuid: child for uuid, child in self._workers.items() if child.is_alive}
+                for uuid in looks.look(there, living):
+                    _LOG.warning("worker %s (pid %d) is hung: killed", living[uuid].name, living[uuid].pid)
+                    living[uuid].kill()
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
@@ -320,6 +356,9 @@ class LocalLauncher:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, OperatorError):
+                self._fail(error)
+                return
             _LOG.error("a task of the launcher's own failed", exc_info=error)
             self._fail(OperatorError(f"the launcher failed: {error}"))
 
@@ -347,20 +386,6 @@ class LocalLauncher:
         return await _wait_at_most(self._stopping, limit_s)
 
 
-async def wait_serving(address: str, timeout_s: float, credentials: Credentials = NO_CREDENTIALS) -> None:
-    """Until the coordinator at HOST:PORT reports SERVING, by its health service. Raises TimeoutError."""
-    stub: Any = health_pb2_grpc.HealthStub
-    async with asyncio.timeout(timeout_s), open_channel(address, credentials) as channel:
-        while True:
-            try:
-                async for answer in stub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-            except grpc.aio.AioRpcError as error:
-                _LOG.info("health of %s: %s", address, error.code())
-            await asyncio.sleep(_POLL_S)
-
-
 async def _wait(event: asyncio.Event) -> None:
     await event.wait()
 
@@ -370,18 +395,3 @@ async def _wait_at_most(event: asyncio.Event, limit_s: float) -> bool:
         async with asyncio.timeout(limit_s):
             await event.wait()
     return event.is_set()
-
-
-async def _wait_for_address(listen_file: Path) -> str:
-    async with asyncio.timeout(_LISTEN_S):
-        while (address := _read_address(listen_file)) is None:  # noqa: ASYNC110 - a file has no event to wait for
-            await asyncio.sleep(_POLL_S)
-    return address
-
-
-def _read_address(listen_file: Path) -> str | None:
-    """The file appears whole or not at all."""
-    try:
-        return str(json.loads(listen_file.read_text(encoding="utf-8"))["address"])
-    except FileNotFoundError:
-        return None

@@ -1,5 +1,5 @@
-"""Child processes of a launcher: started with a life pipe, a session of their own and a log; ended by SIGTERM, then
-SIGKILL.
+"""Processes of a launcher, and its own children among them: those have a life pipe, a session of their own and a log,
+and are ended by SIGTERM, then SIGKILL.
 """
 
 import asyncio
@@ -18,6 +18,44 @@ _TAIL_BYTES = 16_384
 
 
 class Process(Protocol):
+    """A process that a launcher started, wherever it runs. No call but `reap`, `wait` and `proven` waits."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pid(self) -> int:
+        """On its own host."""
+        ...
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its end has not been seen, and it has not been lost sight of."""
+        ...
+
+    async def reap(self) -> int | None:
+        """Wait for its end; the exit status, negative for a signal. None: who watched it is gone, and it may still run.
+        One caller only."""
+        ...
+
+    async def wait(self) -> None:
+        """Until `reap` has something to say; for any number of callers."""
+        ...
+
+    async def proven(self) -> None:
+        """Until it is proven to have ended, of one that `reap` knew nothing of; perhaps for ever."""
+        ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def describe_end(self) -> str:
+        """How it ended, with the last lines of its log."""
+        ...
+
+
+class ChildProcess(Protocol):
     """A child of this process, however it was started. Signals raise ProcessLookupError where it has ended."""
 
     @property
@@ -40,7 +78,7 @@ class Child:
     """One started process. Its life pipe's write end is held here until the process has been reaped."""
 
     name: str
-    process: Process
+    process: ChildProcess
     life_fd: int
     log_path: Path
 
@@ -59,6 +97,14 @@ class Child:
         os.close(self.life_fd)
         return exit_status
 
+    async def wait(self) -> None:
+        """See Process."""
+        await self.process.wait()
+
+    async def proven(self) -> None:
+        """See Process. Its parent reaps it in any case."""
+        await self.process.wait()
+
     def terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
@@ -69,11 +115,16 @@ class Child:
 
     def describe_end(self) -> str:
         """How it ended, with the last lines of its log."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))  # the whole may be large
-            lines = log.read().decode("utf-8", errors="replace").splitlines()
-        tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]) or "  (empty)"
-        return f"{self.name} ended with exit status {self.process.returncode}; the end of {self.log_path}:\n{tail}"
+        return f"{self.name} ended with exit status {self.process.returncode}; {tail_of(self.log_path)}"
+
+
+def tail_of(log_path: Path) -> str:
+    """The last lines of a log, for people."""
+    with log_path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))  # the whole may be large
+        lines = log.read().decode("utf-8", errors="replace").splitlines()
+    tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]) or "  (empty)"
+    return f"the end of {log_path}:\n{tail}"
 
 
 async def start_child(
@@ -87,7 +138,7 @@ async def start_child(
     read_fd, write_fd = os.pipe()
     try:
         with log_path.open("ab") as log:
-            process: Process | None = None
+            process: ChildProcess | None = None
             if forks is not None:
                 process = await forks.start(module, arguments, log.fileno(), read_fd)
             if process is None:
@@ -107,14 +158,14 @@ async def start_child(
     return Child(name, process, write_fd, log_path)
 
 
-async def end_children(children: Sequence[Child], limit_s: float) -> None:
+async def end_children(children: Sequence[Process], limit_s: float) -> None:
     """Ask all to leave, kill those that are left after `limit_s`; all are gone on return."""
     living = [child for child in children if child.is_alive]
     if not living:
         return
     for child in living:
         child.terminate()
-    waits = [asyncio.ensure_future(child.process.wait()) for child in living]
+    waits = [asyncio.ensure_future(child.wait()) for child in living]
     try:
         await asyncio.wait(waits, timeout=limit_s)
         for child in living:

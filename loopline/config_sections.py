@@ -5,7 +5,8 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from loopline.intake import MAX_DEADLINE_S
 
@@ -20,6 +21,9 @@ Text = Annotated[str, Field(min_length=1)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
 Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
 UcxName = Annotated[str, Field(pattern=r"^UCX_[A-Z0-9_]+$")]
+RayAddress = Annotated[str, Field(pattern=r"^(auto|local|[^/\s]+:\d+)$")]
+Amount = Annotated[float, Field(gt=0)]
+_CROSS = "cross_check"  # the type of a fault that is its own text
 
 
 def _off(value: object) -> object:
@@ -197,16 +201,42 @@ class MembershipConfig(Section):
 class LauncherConfig(Section):
     """Who starts the workers."""
 
-    kind: Literal["local"] = "local"
-    """local: processes on this machine."""
+    kind: Literal["local", "ray"] = "local"
+    """local: processes on this machine; ray: on the nodes of a Ray cluster, which needs the extra `ray`."""
     host: Text = "127.0.0.1"
-    """This machine's address at which the workers that it starts listen and are reached by other workers."""
+    """local: this machine's address at which the workers that it starts listen and are reached by other workers."""
+    address: RayAddress = "auto"
+    """ray: the Ray cluster that this machine is a node of (auto), the one with its head at HOST:PORT, or one that is
+    started on this machine and ends with the launch (local)."""
+    prefill_placement: Literal["pack", "spread"] = "pack"
+    """ray: whether prefill workers share as few nodes as possible. Decode workers are always spread."""
+    prefill_resources: dict[str, Amount] = Field(default_factory=dict)
+    """ray: custom resources that each prefill worker takes of its node, besides its CPUs and its GPU."""
+    decode_resources: dict[str, Amount] = Field(default_factory=dict)
+    """ray: the same of each decode or unified worker."""
+    prefill_labels: dict[str, str] = Field(default_factory=dict)
+    """ray: labels that the node of a prefill worker must have."""
+    decode_labels: dict[str, str] = Field(default_factory=dict)
+    """ray: the same for decode and unified workers."""
     restart: Literal["always", "never"] = "always"
     """Whether a process that ended by itself is started again."""
     rebalance: Annotated[Literal["off", "auto"], BeforeValidator(_off)] = "off"
     """auto: a worker is moved from one role to the other when that one has long been what requests wait for."""
     rebalance_patience_s: Annotated[float, Field(ge=1, le=MAX_DEADLINE_S)] = 30.0
     """How long that is. The next move comes four times as long after it at the earliest."""
+
+    @model_validator(mode="after")
+    def _of_this_kind(self) -> "LauncherConfig":
+        own = {"host"} if self.kind == "local" else _RAY_KEYS
+        for key in sorted((self.model_fields_set & (_RAY_KEYS | {"host"})) - own):
+            context = {"key": key, "value": getattr(self, key), "kind": "ray" if self.kind == "local" else "local"}
+            raise PydanticCustomError(
+                _CROSS, "launcher.{key} is {value}; allowed: only with launcher.kind: {kind}", context
+            )
+        return self
+
+
+_RAY_KEYS = {key for key, field in LauncherConfig.model_fields.items() if (field.description or "").startswith("ray:")}
 
 
 class RoutingConfig(Section):

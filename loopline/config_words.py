@@ -11,6 +11,7 @@ from loopline.config_sections import Section
 from loopline.security import MIN_TOKEN_CHARS
 
 _PATTERNS = {
+    r"^(auto|local|[^/\s]+:\d+)$": "auto, local or HOST:PORT",
     r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:N",
     r"^UCX_[A-Z0-9_]+$": "a name UCX_...",
     r"^https?://[^/\s]+$": "http://HOST:PORT or https://HOST:PORT",
@@ -84,7 +85,8 @@ def _describe(annotation: Any, constraints: list[Any]) -> str:
     if origin is Literal:
         return " or ".join(str(arg).lower() if isinstance(arg, bool) else str(arg) for arg in args)
     if origin is dict:
-        return "a mapping of UCX_NAME to text (quote numbers)"
+        names = "NAME" if args[0] is str else "UCX_NAME"
+        return f"a mapping of {names} to {'text (quote numbers)' if args[1] is str else _describe(args[1], [])}"
     if issubclass(annotation, Section):
         return f"a mapping with the keys {keys_of(annotation)}"
     pattern = next((item.pattern for item in constraints if getattr(item, "pattern", None)), None)

@@ -145,7 +145,9 @@ class WorkerSettings:
     coordinator: str
     """HOST:PORT."""
     host: str = "127.0.0.1"
-    """Address to listen on and to advertise."""
+    """Address to listen on."""
+    advertise: str = ""
+    """Address at which others reach it; "": `host`."""
     port: int = 0
     """0: any free port."""
     metrics_port: int | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from coordinator.launcher import LocalLauncher
+from coordinator.launcher import Launcher
 from loopline.bench.host import machine
 from loopline.bench.load_report import Collected, Watcher, turns_first_last
 from loopline.bench.sessions import Conversation, Trace
@@ -172,7 +172,7 @@ async def _served(arm: ClusterArm, credentials: Credentials) -> AsyncIterator[As
         address = arm.address
         if arm.config is not None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="loopline-bench-")))
-            launcher = LocalLauncher(_with_any_port(arm.config, folder), run_dir=folder / "run", port=0)
+            launcher = Launcher(_with_any_port(arm.config, folder), run_dir=folder / "run", port=0)
             await stack.enter_async_context(launcher)
             await launcher.wait_serving(_SERVING_S)
             address, credentials = launcher.address, launcher.credentials

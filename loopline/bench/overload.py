@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from coordinator.launcher import WORKER_MODULES, LocalLauncher
+from coordinator.launcher import WORKER_MODULES, Launcher
 from loopline.bench.host import machine
 from loopline.bench.offered_load import Asked, Asker, CpuShare, figures, find_capacity, offer
 from loopline.bench.scripted_worker import STEP_VARIABLE
@@ -68,7 +68,7 @@ async def measure(
             slots = decode.max_running * decode.replicas
             os.environ[STEP_VARIABLE] = str(bench.step_s)  # the launcher's children inherit it
             modules = WORKER_MODULES if bench.config is not None else dict.fromkeys(Role, SCRIPTED_MODULE)
-            launcher = LocalLauncher(config, run_dir=folder / "run", port=0, worker_modules=modules)
+            launcher = Launcher(config, run_dir=folder / "run", port=0, worker_modules=modules)
             await stack.enter_async_context(launcher)
             await launcher.wait_serving(_SERVING_S)
             address, pid = launcher.address, launcher.pids["coordinator"]

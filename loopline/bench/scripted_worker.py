@@ -207,8 +207,9 @@ class Process:
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True)
-    for name in ("--name", "--coordinator", "--host", "--uuid"):
+    for name in ("--name", "--coordinator", "--uuid"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--life-fd", type=int)
     options = parser.parse_args()
     stop = asyncio.Event()

@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from coordinator.launcher import LocalLauncher
+from coordinator.launcher import Launcher
 from loopline.cli.options import Config
 from loopline.cli.status import audit_faults
 from loopline.cli.supervise import Interrupts, finish, run_folder, start, unless
@@ -53,7 +53,7 @@ def demo(*, config: Config) -> None:
 async def _demo(console: Console, path: Path) -> None:
     config = load_config(path)
     with run_folder(None) as folder, Interrupts() as interrupts:
-        launcher = LocalLauncher(path, port=0, run_dir=folder, forks_workers=True)
+        launcher = Launcher(path, port=0, run_dir=folder, forks_workers=True)
         counts = WorkerCounts.by_role(lambda role: config.group(role).replicas)
         console.print(f"starting {counts} workers ...")
         if not await start(launcher, interrupts, _READY_S, folder):
@@ -81,7 +81,7 @@ def conclude(console: Console, faults: list[str], folder: Path) -> None:
     raise typer.Exit(1)
 
 
-async def _show(console: Console, launcher: LocalLauncher, config: ClusterConfig, faults: list[str]) -> None:
+async def _show(console: Console, launcher: Launcher, config: ClusterConfig, faults: list[str]) -> None:
     async with AsyncClient(launcher.address, credentials=launcher.credentials) as client:
         answers = await asyncio.gather(
             *(_stream(console, client, number, options) for number, options in enumerate(_REQUESTS, start=1))

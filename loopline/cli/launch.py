@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from coordinator.launcher import LocalLauncher
+from coordinator.launcher import Launcher
 from loopline.cli.options import Config
 from loopline.cli.supervise import Interrupts, finish, run_folder, start, unless
 from loopline.client import AsyncClient, ClusterStatus, Credentials
@@ -49,7 +49,7 @@ async def _launch(
     console: Console, config: Path, ready_file: Path | None, port: int | None, run_dir: Path | None, timeout_s: float
 ) -> int:
     with run_folder(run_dir) as folder, Interrupts() as interrupts:
-        launcher = LocalLauncher(config, port=port, run_dir=folder, forks_workers=True)
+        launcher = Launcher(config, port=port, run_dir=folder, forks_workers=True)
         console.print(f"starting {config}; logs are in {folder}")
         if not await start(launcher, interrupts, timeout_s, folder):
             return 0

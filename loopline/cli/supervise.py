@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from coordinator.launcher import LocalLauncher
+from coordinator.launcher import Launcher
 from loopline.errors import OperatorError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -57,7 +56,7 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, Any]) -> bool:
         await asyncio.gather(task, waiting, return_exceptions=True)
 
 
-async def start(launcher: LocalLauncher, interrupts: Interrupts, timeout_s: float, folder: Path) -> bool:
+async def start(launcher: Launcher, interrupts: Interrupts, timeout_s: float, folder: Path) -> bool:
     """Bring a cluster up until it serves; False if it was interrupted. Unless True, nothing of it is left.
 
     Raises OperatorError with the reason where it could not start.
@@ -75,13 +74,11 @@ async def start(launcher: LocalLauncher, interrupts: Interrupts, timeout_s: floa
     return serving
 
 
-async def finish(launcher: LocalLauncher, interrupts: Interrupts) -> bool:
+async def finish(launcher: Launcher, interrupts: Interrupts) -> bool:
     """Let running requests finish, then stop everything; False if a second interrupt ended it at once."""
     if await unless(interrupts.second, launcher.stop()):
         return True
-    for pid in launcher.pids.values():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    launcher.kill()
     await launcher.stop()
     return False
 

@@ -17,7 +17,13 @@ def worker(
     ],
     config: Annotated[Path, typer.Option("--config", metavar="CONFIG", help="Cluster YAML.", show_default=False)],
     name: Annotated[str | None, typer.Option(help="Its name for people; made up if not given.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on and to be reached at.")] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(help="Address to listen on; this machine's on the way to the coordinator if not given."),
+    ] = None,
+    advertise: Annotated[
+        str | None, typer.Option(metavar="HOST", help="Address at which others reach it, where that is not --host.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; any free one if not given.")] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Port to answer scrapes at; any free one if not given and the YAML has metrics.")
@@ -25,7 +31,8 @@ def worker(
 ) -> None:
     """Run one worker until it is told to stop."""
     arguments = ["--config", str(config), "--coordinator", coordinator]
-    for option, value in (("--name", name), ("--host", host), ("--port", port), ("--metrics-port", metrics_port)):
+    options = (("--name", name), ("--host", host), ("--advertise", advertise), ("--port", port))
+    for option, value in (*options, ("--metrics-port", metrics_port)):
         if value is not None:
             arguments += [option, str(value)]
     raise typer.Exit(_main_of(role)(arguments))

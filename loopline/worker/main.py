@@ -12,6 +12,7 @@ from loopline.errors import OperatorError
 from loopline.sched.policy import RolePolicy
 from loopline.settings import WorkerSettings
 from loopline.telemetry.logs import configure_logging
+from loopline.worker.reach import find_reach
 from loopline.worker.runtime import EXIT_OPERATOR, BuildRole, run_worker
 
 _LAST_PORT = 65535
@@ -51,7 +52,8 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     parser.add_argument(
         "--name", default=None, help="name for people, unique in the cluster; ROLE-HOST-PID if not given"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to be reached at")
+    parser.add_argument("--host", help="address to listen on; that of this machine on the way to the coordinator")
+    parser.add_argument("--advertise", help="address at which others reach it, where that is not --host")
     parser.add_argument("--port", type=_port, default=0, help="port to listen on; 0: any free one")
     parser.add_argument("--metrics-port", type=_port, help="port to answer scrapes at; by default the YAML decides")
     parser.add_argument("--uuid", default="", help=argparse.SUPPRESS)
@@ -63,8 +65,10 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     name = parsed.name or f"{role}-{socket.gethostname()}-{os.getpid()}"
     config = load_config(parsed.config, with_clients=False)
     configure_logging(name, config.telemetry.log_format, config.telemetry.log_level)
-    settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=parsed.host)
-    settings = replace(settings, uuid=parsed.uuid, security=config.read_security(with_clients=False))
+    reach = find_reach(parsed.coordinator, parsed.host, parsed.advertise)
+    settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=reach.host)
+    security = config.read_security(with_clients=False)
+    settings = replace(settings, advertise=reach.advertise, uuid=parsed.uuid, security=security)
     if parsed.metrics_port is not None:
         settings = replace(settings, metrics_port=parsed.metrics_port)
     if parsed.without_faults:

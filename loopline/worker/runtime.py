@@ -115,8 +115,9 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
     access = replace(settings.security.access, require_client_certificate=True)  # only this cluster's workers call here
     server = make_server(access, settings.max_message_bytes)
     port = bind(server, settings.host, settings.port, access)  # before the model loads: a clash shows at once
-    scrapes = None if settings.metrics_port is None else Scrapes(settings.host, settings.metrics_port)
-    identity = Identity(settings.name, join_address(settings.host, port), settings.uuid)
+    reached_at = settings.advertise or settings.host
+    scrapes = None if settings.metrics_port is None else Scrapes(settings.host, settings.metrics_port, reached_at)
+    identity = Identity(settings.name, join_address(reached_at, port), settings.uuid)
     faults = WorkerFaults(settings.name, settings.faults, MonotonicClock()) if settings.faults else None
     loading = asyncio.create_task(asyncio.to_thread(_load, settings, policy, identity.agent_name, faults))
     if not await _first_of(loading, orders.wait_stop(), orders.wait_drain()):

@@ -195,6 +195,31 @@ def test_what_cannot_even_be_read_is_a_fault_of_the_file(tmp_path: Path, text: s
     assert "SSS" not in fault
 
 
+@pytest.mark.parametrize(
+    ("launcher", "expected"),
+    [
+        ("address: auto", "launcher.address is auto; allowed: only with launcher.kind: ray"),
+        ("prefill_labels: {a: b}", "launcher.prefill_labels is {'a': 'b'}; allowed: only with launcher.kind: ray"),
+        ("kind: ray, host: 10.0.0.1", "launcher.host is 10.0.0.1; allowed: only with launcher.kind: local"),
+        (
+            "kind: ray, address: 'ray://head:10001'",
+            "launcher.address is 'ray://head:10001'; allowed: auto, local or HO",
+        ),
+        ("kind: ray, address: head", "launcher.address is 'head'; allowed: auto, local or HOST:PORT"),
+        (
+            "kind: ray, decode_resources: {big: 0}",
+            "launcher.decode_resources.big is 0; allowed: a mapping of NAME to a number, above 0",
+        ),
+        (
+            "kind: ray, decode_labels: {zone: 1}",
+            "launcher.decode_labels.zone is 1; allowed: a mapping of NAME to text (quote numbers)",
+        ),
+    ],
+)
+def test_what_only_one_kind_of_launcher_has(tmp_path: Path, launcher: str, expected: str) -> None:
+    assert _fault(tmp_path, f"{{model: {{path: m}}, launcher: {{{launcher}}}}}").startswith(expected)
+
+
 def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
         load_config(tmp_path / "nowhere.yaml")

@@ -104,7 +104,9 @@ def test_several_clients_have_names(tmp_path: Path) -> None:
 def test_clients_tokens_are_read_where_clients_are_served(tmp_path: Path, secrets: SecretSet) -> None:
     section = {**secrets.section(), "client_tokens_file": str(tmp_path / "on-another-machine")}
     config = config_of(tmp_path, section, model={"path": str(MODELS / "tiny-ouro")})
-    worker = parse_worker_arguments("decode", ["--config", str(config), "--coordinator", "node:1"]).settings.security
+    worker = parse_worker_arguments(
+        "decode", ["--config", str(config), "--coordinator", "127.0.0.1:1"]
+    ).settings.security
     assert worker.access.cluster_tokens == (secrets.cluster_token,) and worker.access.client_tokens == {}
     assert shown_credentials(config=config) == worker.credentials
     with pytest.raises(ConfigError, match=r"security\.client_tokens_file: .*no such file"):

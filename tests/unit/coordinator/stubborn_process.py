@@ -8,12 +8,14 @@ import sys
 parser = argparse.ArgumentParser()
 parser.add_argument("--stubborn", action="store_true")
 parser.add_argument("--fail", action="store_true")
+parser.add_argument("--config", default="")
+parser.add_argument("--coordinator", default="")
 parser.add_argument("--life-fd", type=int, required=True)
 options = parser.parse_args()
 if options.fail:
     sys.exit("the machine has no such thing")
 if options.stubborn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-sys.stdout.write("started\n")
+sys.stdout.write(f"{options.config}\nstarted\n")
 sys.stdout.flush()
 os.read(options.life_fd, 1)

@@ -5,7 +5,9 @@ import errno
 import json
 import os
 import signal
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from coordinator.launcher import LocalLauncher
-from coordinator.processes import Child, start_child
+from coordinator.launcher import Launcher
+from coordinator.processes import Child, Process, start_child
+from coordinator.starters import LocalStarter, Order
 from loopline.client import AsyncClient
 from loopline.errors import OperatorError, PeerLost
 from loopline.identity import Role
+from loopline.launcher_messages import KeptWorker, WorkerCounts
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_channel
 from tests.unit.coordinator.cluster import MODEL, WAIT_S, token_at, until
@@ -65,7 +69,7 @@ async def status(address: str) -> Any:
 
 def test_a_cluster_from_start_to_stop(tmp_path: Path) -> None:
     async def main() -> None:
-        async with LocalLauncher(
+        async with Launcher(
             write_config(tmp_path, host="127.0.0.2"), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
         ) as launcher:
             await launcher.wait_serving(LAUNCH_S)
@@ -93,7 +97,7 @@ def test_a_cluster_from_start_to_stop(tmp_path: Path) -> None:
 
 def test_a_coordinator_that_cannot_start_ends_the_launch_with_its_message(tmp_path: Path) -> None:
     async def main() -> None:
-        launcher = LocalLauncher(write_config(tmp_path, tmp_path / "nowhere"), run_dir=tmp_path / "run", port=0)
+        launcher = Launcher(write_config(tmp_path, tmp_path / "nowhere"), run_dir=tmp_path / "run", port=0)
         with pytest.raises(
             OperatorError, match=r"coordinator ended with exit status 2(.|\n)*config.json: no such file"
         ):
@@ -107,7 +111,7 @@ def test_a_coordinator_that_cannot_start_ends_the_launch_with_its_message(tmp_pa
 def test_a_worker_that_cannot_start_ends_the_launch_with_its_message(tmp_path: Path) -> None:
     async def main() -> None:
         modules = {Role.PREFILL: SCRIPTED[Role.PREFILL], Role.DECODE: "tests.unit.coordinator.nowhere"}
-        async with LocalLauncher(
+        async with Launcher(
             write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=modules
         ) as launcher:
             with pytest.raises(OperatorError, match=r"decode-0 ended with exit status 1(.|\n)*nowhere"):
@@ -120,7 +124,7 @@ def test_a_worker_that_cannot_start_ends_the_launch_with_its_message(tmp_path: P
 
 def test_a_coordinator_that_dies_comes_back_at_its_port_in_a_later_epoch(tmp_path: Path) -> None:
     async def main() -> None:
-        async with LocalLauncher(
+        async with Launcher(
             write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
         ) as launcher:
             await launcher.wait_serving(LAUNCH_S)
@@ -144,7 +148,7 @@ def test_a_coordinator_that_dies_comes_back_at_its_port_in_a_later_epoch(tmp_pat
 
 def test_a_launch_can_be_stopped_while_its_coordinator_is_away(tmp_path: Path) -> None:
     async def main() -> None:
-        async with LocalLauncher(
+        async with Launcher(
             write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
         ) as launcher:
             await launcher.wait_serving(LAUNCH_S)
@@ -159,7 +163,7 @@ def test_a_launch_can_be_stopped_while_its_coordinator_is_away(tmp_path: Path) -
 def test_with_restart_never_the_coordinators_end_ends_the_launch(tmp_path: Path) -> None:
     async def main() -> None:
         config = write_config(tmp_path, restart="never")
-        async with LocalLauncher(config, run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED) as launcher:
+        async with Launcher(config, run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED) as launcher:
             await launcher.wait_serving(LAUNCH_S)
             os.kill(launcher.pids["coordinator"], signal.SIGKILL)
             with pytest.raises(PeerLost, match="coordinator ended with exit status -9"):
@@ -170,7 +174,7 @@ def test_with_restart_never_the_coordinators_end_ends_the_launch(tmp_path: Path)
 
 def test_the_coordinators_end_ends_a_launch_that_has_not_served(tmp_path: Path) -> None:
     async def main() -> None:
-        async with LocalLauncher(
+        async with Launcher(
             write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
         ) as launcher:
             os.kill(launcher.pids["coordinator"], signal.SIGKILL)
@@ -184,7 +188,7 @@ def test_at_the_drain_limit_a_client_gets_a_status_and_no_broken_connection(tmp_
     async def main() -> None:
         modules = dict.fromkeys(Role, "tests.unit.coordinator.stubborn_process")  # they never join: requests wait
         config = write_config(tmp_path, drain_limit_s=0.5)
-        async with LocalLauncher(config, run_dir=tmp_path / "run", port=0, worker_modules=modules) as launcher:
+        async with Launcher(config, run_dir=tmp_path / "run", port=0, worker_modules=modules) as launcher:
             waiting = asyncio.ensure_future(generate(launcher.address))
             async with asyncio.timeout(WAIT_S):
                 while (await status(launcher.address)).queued == 0:  # noqa: ASYNC110 - it has no event to wait for
@@ -198,13 +202,13 @@ def test_at_the_drain_limit_a_client_gets_a_status_and_no_broken_connection(tmp_
 
 
 def test_a_launch_drains_no_longer_than_whoever_stops_it_would_wait(tmp_path: Path) -> None:
-    assert LocalLauncher(write_config(tmp_path, drain_limit_s=40.0), run_dir=tmp_path).drain_limit_s == 10.0
-    assert LocalLauncher(write_config(tmp_path, drain_limit_s=4.0), run_dir=tmp_path).drain_limit_s == 4.0
+    assert Launcher(write_config(tmp_path, drain_limit_s=40.0), run_dir=tmp_path).drain_limit_s == 10.0
+    assert Launcher(write_config(tmp_path, drain_limit_s=4.0), run_dir=tmp_path).drain_limit_s == 4.0
 
 
 def test_an_end_is_reported_until_it_is_answered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with LocalLauncher(
+        async with Launcher(
             write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED
         ) as launcher:
             await launcher.wait_serving(LAUNCH_S)
@@ -230,10 +234,11 @@ def test_a_moment_without_processes_ends_no_cluster(tmp_path: Path, monkeypatch:
         return await start_child(*arguments)
 
     async def main() -> None:
-        launcher = LocalLauncher(write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED)
+        launcher = Launcher(write_config(tmp_path), run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED)
         async with launcher:
             await launcher.wait_serving(LAUNCH_S)
-            monkeypatch.setattr("coordinator.launcher.start_child", start)
+            for module in ("coordinator.launcher", "coordinator.starters"):
+                monkeypatch.setattr(f"{module}.start_child", start)
             first = launcher.pids["decode-0"]
             os.kill(first, signal.SIGKILL)
             await until(lambda: launcher.pids.get("decode-0", first) != first, "a new process")
@@ -241,7 +246,64 @@ def test_a_moment_without_processes_ends_no_cluster(tmp_path: Path, monkeypatch:
             assert await generate(launcher.address) == [token_at(position) for position in range(5, 10)]
         refusals.append(OSError(errno.EAGAIN, "no more processes"))
         with pytest.raises(OperatorError, match=r"coordinator cannot be started: .*no more processes"):
-            async with LocalLauncher(write_config(tmp_path), run_dir=tmp_path / "again", port=0):
+            async with Launcher(write_config(tmp_path), run_dir=tmp_path / "again", port=0):
                 pass
+
+    asyncio.run(main())
+
+
+class Blinded(Child):
+    """A process whose end nobody sees, until it is proven."""
+
+    async def reap(self) -> int | None:  # type: ignore[override]
+        await super().reap()
+        return None
+
+    async def proven(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, PROVEN.wait, WAIT_S)
+
+
+PROVEN = threading.Event()
+
+
+class BlindStarter(LocalStarter):
+    """Loses sight of every worker that ends."""
+
+    def __init__(self, config_path: Path, host: str) -> None:
+        super().__init__(config_path, host)
+        self.expected: list[str] = []
+        self.released: list[str] = []
+
+    def expect(self, workers: Sequence[KeptWorker]) -> None:
+        self.expected += [worker.name for worker in workers]
+
+    async def start(self, order: Order, left: asyncio.Event) -> Process:  # type: ignore[override]
+        child = await super().start(order, left)
+        return Blinded(child.name, child.process, child.life_fd, child.log_path)
+
+    def release(self, name: str) -> None:
+        self.released.append(name)
+
+
+def test_a_worker_out_of_sight_has_a_successor_at_once_and_is_proven_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        config = write_config(tmp_path)
+        starter = BlindStarter(config, "127.0.0.1")
+        launcher = Launcher(config, run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED, starter=starter)
+        async with launcher:
+            await launcher.wait_serving(LAUNCH_S)
+            assert starter.expected == ["prefill-0", "decode-0"]
+            first = launcher.pids["decode-0"]
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: launcher.pids.get("decode-0", first) != first, "a successor")
+            assert await generate(launcher.address) == [token_at(position) for position in range(5, 10)]
+            assert launcher.report(0).ended == ()
+            PROVEN.set()
+            await until(lambda: "is proven to have ended" in caplog.text, "the proof")
+            assert len(launcher.report(0).ended) == 1
+            launcher.want(WorkerCounts(1, 0))
+            await until(lambda: starter.released == ["decode-0"], "it has left for good")
 
     asyncio.run(main())

@@ -39,7 +39,7 @@ def write(folder: Path, *faults: object) -> str:
 
 
 def parse(path: str, role: str, *more: str) -> tuple[FaultSettings, ...]:
-    arguments = ["--config", path, "--coordinator", "node:1", "--name", f"{role}-0", *more]
+    arguments = ["--config", path, "--coordinator", "127.0.0.1:1", "--name", f"{role}-0", *more]
     return parse_worker_arguments(role, arguments).settings.faults
 
 
@@ -77,7 +77,7 @@ def test_a_prompt_token_holds_for_every_life_of_whom_it_names(tmp_path: Path) ->
     kill, freeze = FaultSettings(do="kill", prompt_token=0), FaultSettings(do="freeze", prompt_token=9)
     assert parse(path, "prefill", "--without-faults") == parse(path, "prefill") == (kill,)
     assert parse(path, "decode", "--without-faults") == parse(path, "decode") == (kill, freeze)
-    assert load_config(path).worker_settings("decode", "decode-7", "node:1").faults == (kill,)
+    assert load_config(path).worker_settings("decode", "decode-7", "127.0.0.1:1").faults == (kill,)
 
 
 def test_there_are_none_by_default(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def request_of(request_id: str, *prompt_ids: int) -> Request:
 
 
 def start_of(request_id: str, *prompt_ids: int) -> StartPrefill:
-    target = Peer(WorkerId("d", 1), "decode-0", "node:1")
+    target = Peer(WorkerId("d", 1), "decode-0", "127.0.0.1:1")
     return StartPrefill(HandoffKey(request_id, 1), request_of(request_id, *prompt_ids), target, 0, (), 1.0)
 
 

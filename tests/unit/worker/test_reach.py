@@ -1,0 +1,65 @@
+"""Where a worker is reached: said, found from the route, or refused. No packet is sent."""
+
+import socket
+
+import pytest
+
+from loopline.errors import ConfigError
+from loopline.worker import reach
+from loopline.worker.reach import Reach, Route, find_reach, route_to
+
+
+def test_beside_its_coordinator_on_loopback_it_is_on_loopback_too() -> None:
+    assert find_reach("127.0.0.1:50051", None, None) == Reach("127.0.0.1", "127.0.0.1")
+    assert find_reach("localhost:50051", None, None).advertise in ("127.0.0.1", "::1")
+    assert find_reach("127.0.0.1:50051", "127.0.0.2", None) == Reach("127.0.0.2", "127.0.0.2")
+
+
+def test_what_is_said_holds_and_asks_nobody() -> None:
+    assert find_reach("nowhere.invalid:50051", "10.0.0.7", None) == Reach("10.0.0.7", "10.0.0.7")
+    assert find_reach("nowhere.invalid:50051", "0.0.0.0", "node-7") == Reach("0.0.0.0", "node-7")
+
+
+def test_who_listens_everywhere_is_reached_on_the_way_to_the_coordinator() -> None:
+    assert find_reach("127.0.0.1:50051", "0.0.0.0", None) == Reach("0.0.0.0", "127.0.0.1")
+    assert find_reach("127.0.0.1:50051", None, "node-7") == Reach("127.0.0.1", "node-7")
+
+
+def test_the_route_to_a_machine_is_its_own_address() -> None:
+    try:
+        mine = route_to("192.0.2.1:9").mine
+    except ConfigError:
+        pytest.skip("this machine has no route to other networks")
+    assert not mine.startswith("127.")
+    assert route_to(f"{mine}:9") == Route(mine, mine)
+    assert route_to(f"{mine}:9").is_here and not route_to("192.0.2.1:9").is_here
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "named"),
+    [("127.0.0.1", None, "--host is 127.0.0.1"), (None, "localhost", "--advertise is localhost"), ("::1", None, "::1")],
+)
+def test_loopback_is_refused_while_the_coordinator_is_on_another_machine(
+    host: str | None, advertise: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reach, "route_to", lambda address: Route("10.0.0.2", "10.0.0.1"))
+    with pytest.raises(ConfigError, match=rf"{named}.*\(10.0.0.1:50051\).*such as 10.0.0.2"):
+        find_reach("10.0.0.1:50051", host, advertise)
+    assert find_reach("10.0.0.1:50051", None, None) == Reach("10.0.0.2", "10.0.0.2")
+    monkeypatch.setattr(reach, "route_to", lambda address: Route("10.0.0.1", "10.0.0.1"))
+    assert find_reach("10.0.0.1:50051", host, advertise)  # on the coordinator's own machine it may be of use
+
+
+def test_what_leads_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"--advertise is 0.0.0.0; allowed: one address"):
+        find_reach("127.0.0.1:1", None, "0.0.0.0")
+    for address in ("host-without-port", "127.0.0.1:http"):
+        with pytest.raises(ConfigError, match=f"--coordinator is {address}, to which there is no way from here"):
+            find_reach(address, None, None)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(ConfigError, match=r"--coordinator is head:1, .*Name or service not known"):
+        find_reach("head:1", None, None)
