@@ -16,6 +16,8 @@ if options.fail:
     sys.exit("the machine has no such thing")
 if options.stubborn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-sys.stdout.write(f"{options.config}\nstarted\n")
+if options.config:
+    sys.stdout.write(f"{options.config}\n")
+sys.stdout.write("started\n")
 sys.stdout.flush()
 os.read(options.life_fd, 1)
