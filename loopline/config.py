@@ -225,11 +225,13 @@ def _cross_faults(config: ClusterConfig) -> Iterator[tuple[str, object, str]]:
 
 def _replica_faults(config: ClusterConfig) -> Iterator[tuple[str, int, str]]:
     """Prefill and decode workers are nothing without each other."""
+    for role, other in ((Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)):
+        group, there = config.group(role), config.group(other)
+        if there.replicas and not group.replicas:
+            is_default = config.unified.replicas and "replicas" not in there.model_fields_set
+            hint = f"; {other.value}.replicas is {there.replicas} by default: set it to 0 too" if is_default else ""
+            yield f"{role.value}.replicas", 0, f"at least 1 where there are {other.value} workers{hint}"
     prefill, decode = config.prefill.replicas, config.decode.replicas
-    if prefill and not decode:
-        yield "decode.replicas", decode, "at least 1 where there are prefill workers"
-    if decode and not prefill:
-        yield "prefill.replicas", prefill, "at least 1 where there are decode workers"
     if not (prefill or decode or config.unified.replicas):
         yield "unified.replicas", 0, "at least 1 where there are no prefill and decode workers"
 

@@ -104,7 +104,17 @@ def test_a_unified_worker_has_a_slice_of_its_own_and_no_transport(tmp_path: Path
         ),
         (
             "model: {path: m}\nunified: {replicas: 2}\ndecode: {replicas: 0}",
-            "decode.replicas is 0; allowed: at least 1 where there are prefill workers",
+            "decode.replicas is 0; allowed: at least 1 where there are prefill workers; prefill.replicas is 1 by "
+            "default: set it to 0 too",
+        ),
+        (
+            "model: {path: m}\nunified: {replicas: 2}\nprefill: {replicas: 0}",
+            "prefill.replicas is 0; allowed: at least 1 where there are decode workers; decode.replicas is 1 by "
+            "default: set it to 0 too",
+        ),
+        (
+            "model: {path: m}\nunified: {replicas: 2}\nprefill: {replicas: 0}\ndecode: {replicas: 3}",
+            "prefill.replicas is 0; allowed: at least 1 where there are decode workers",
         ),
         (
             "model: {path: m}\nprefill: {replicas: 0}\ndecode: {replicas: 0}",
