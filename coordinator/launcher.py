@@ -25,6 +25,7 @@ from coordinator.roster import Roster
 from coordinator.serving import wait_for_address, wait_serving
 from coordinator.starters import Order, Starter, make_starter
 from loopline.config import load_config
+from loopline.config_notes import log_notes
 from loopline.errors import LooplineError, OperatorError, PeerLost
 from loopline.identity import Role, WorkerState
 from loopline.launcher_messages import LauncherReport, WorkerCounts
@@ -75,6 +76,7 @@ class Launcher:
         self._worker_modules = worker_modules
         self._config_path = config_path
         self._config = load_config(config_path)
+        log_notes(self._config)
         self.credentials = self._config.read_security(with_clients=False).credentials
         """What this launcher shows to the coordinator: the cluster's own."""
         self._port = port

@@ -16,6 +16,7 @@ from loopline.capacity.workers import DecodePlan, PrefillPlan
 from loopline.cli.check_report import show
 from loopline.cli.options import Config, Json
 from loopline.config import PREFIX_CACHE, ClusterConfig, load_config
+from loopline.config_notes import notes
 from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.noise_key import NoiseKey, check_prefix_cache
 from loopline.text import load_text
@@ -122,7 +123,7 @@ def as_report(
         "prefill_per_decode": plan.prefill_per_decode,
         "ratio": plan.ratio,
         "demand": None if plan.demand is None else dataclasses.asdict(plan.demand),
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *notes(config, spec)],
     }
 
 

@@ -18,7 +18,7 @@ def show(report: dict[str, Any]) -> None:
         console.print(_links(report))
     _show_balance(console, report)
     for note in report["notes"]:
-        console.print(f"note: {note}")
+        console.print(f"note: {note}", markup=False)
 
 
 def _show_model(console: Console, report: dict[str, Any]) -> None:

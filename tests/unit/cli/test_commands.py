@@ -101,6 +101,16 @@ def test_a_folder_that_is_neither_there_nor_known_is_an_error(tmp_path: Path) ->
     assert isinstance(result.exception, CheckpointError) and "nowhere" in str(result.exception)
 
 
+def test_check_says_what_has_no_effect(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model: {{path: {ROOT / 'configs/models/tiny-ouro'}, noise_key: position}}\n", encoding="utf-8")
+    (note,) = json.loads(RUNNER.invoke(app, ["check", str(file), "--json"]).output)["notes"]
+    assert note.startswith("model.noise_key is position, which has no effect")
+    assert f"note: {note[:60]}" in RUNNER.invoke(app, ["check", str(file)]).output
+    shipped = str(ROOT / "configs/local-cpu.yaml")
+    assert "note:" not in RUNNER.invoke(app, ["check", shipped]).output
+
+
 def test_check_refuses_to_share_prefixes_of_noise_that_is_each_requests_own(tmp_path: Path) -> None:
     file, model = tmp_path / "cluster.yaml", ROOT / "configs/models/tiny-huginn"
     file.write_text(f"model: {{path: {model}}}\nkv: {{prefix_cache: true}}\n", encoding="utf-8")
