@@ -19,6 +19,7 @@ from loopline.config import ClusterConfig, load_config
 from loopline.errors import LooplineError
 from loopline.intake import RequestOptions
 from loopline.launcher_messages import WorkerCounts
+from loopline.messages import HandoffStats
 from loopline.request import FinishReason
 
 _READY_S = 120.0
@@ -90,8 +91,8 @@ async def _show(console: Console, launcher: Launcher, config: ClusterConfig, fau
     console.print()
     console.print(_table(answers))
     routing = config.routing
-    expects_handoff = routing.prefix_source != "local" and routing.local_prefill_below_tokens == 0
-    faults += [fault for answer in answers if (fault := _fault(answer, expects_handoff)) is not None]
+    may_be_local = routing.prefix_source == "local" or routing.local_prefill_below_tokens or config.unified.replicas
+    faults += [fault for answer in answers if (fault := fault_of(answer, not may_be_local)) is not None]
     faults += audit_faults(status)
 
 
@@ -114,7 +115,8 @@ def _print_line(console: Console, number: int, text: str) -> None:
     console.print(f"{number} | {text}", style=("cyan", "green", "magenta")[number % 3], markup=False)
 
 
-def _fault(answer: Answer, expects_handoff: bool) -> str | None:
+def fault_of(answer: Answer, expects_handoff: bool) -> str | None:
+    """What is wrong with an answer, in words; None: nothing."""
     finished = answer.completion.finished
     if answer.failure is not None or finished is None:
         return f"request {answer.number}: {answer.failure}"
@@ -122,7 +124,7 @@ def _fault(answer: Answer, expects_handoff: bool) -> str | None:
         return f"request {answer.number} ended by {finished.reason}"
     if not answer.completion.tokens:
         return f"request {answer.number} has no tokens"
-    if expects_handoff and not finished.handoff.num_bytes:
+    if expects_handoff and (finished.handoff is None or not finished.handoff.num_bytes):
         return f"request {answer.number}: no KV was handed over"
     return None
 
@@ -141,11 +143,15 @@ def _table(answers: list[Answer]) -> Table:
             str(len(answer.completion.tokens)),
             f"{timing.ttft_s * 1e3:.0f} ms",
             f"{(timing.total_s - timing.ttft_s) / later * 1e3:.1f} ms",
-            f"{handoff.num_bytes / 2**20:.2f} MiB",
-            str(handoff.descriptors),
-            handoff.transport,
+            *_handoff_cells(handoff),
         )
     return table
+
+
+def _handoff_cells(handoff: HandoffStats | None) -> tuple[str, str, str]:
+    if handoff is None:
+        return "none", "", ""
+    return f"{handoff.num_bytes / 2**20:.2f} MiB", str(handoff.descriptors), handoff.transport
 
 
 def _is_alive(pid: int) -> bool:

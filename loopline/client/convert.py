@@ -149,7 +149,7 @@ def _finished(message: Any) -> Finished:
         usage=record_of(Usage, message.usage),
         timing=record_of(Timing, message.timing),
         route=Route(route.prefill, route.decode, tuple(route.earlier), route.prefix_source),
-        handoff=record_of(HandoffStats, message.handoff),
+        handoff=record_of(HandoffStats, message.handoff) if message.HasField("handoff") else None,
     )
 
 

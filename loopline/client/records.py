@@ -39,7 +39,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Finished:
-    """Last event. `text` is what was still held back; `has_text` is false without a tokenizer."""
+    """Last event. `text` is what was still held back; `has_text` is false without a tokenizer. `handoff` is None where
+    no KV was handed over: the worker that generated the answer has computed the prompt itself."""
 
     reason: FinishReason
     text: str
@@ -47,7 +48,7 @@ class Finished:
     usage: Usage
     timing: Timing
     route: Route
-    handoff: HandoffStats
+    handoff: HandoffStats | None
 
 
 Event = Accepted | Chunk | Finished
@@ -69,6 +70,21 @@ class Completion:
     @property
     def finish_reason(self) -> FinishReason | None:
         return None if self.finished is None else self.finished.reason
+
+    @property
+    def usage(self) -> Usage | None:
+        """Tokens of prompt and answer, and how many of the prompt's were cached; None as `finished`."""
+        return None if self.finished is None else self.finished.usage
+
+    @property
+    def timing(self) -> Timing | None:
+        """Seconds of the request's life; None as `finished`."""
+        return None if self.finished is None else self.finished.timing
+
+    @property
+    def route(self) -> Route | None:
+        """Which workers ran it, and how the prompt's KV came to be there; None as `finished`."""
+        return None if self.finished is None else self.finished.route
 
     def after(self, event: Event) -> "Completion":
         """The answer with one more event in it."""

@@ -81,7 +81,8 @@ class Conversation:
         self._prompt += answer.token_ids + prompt_of(self._number, REST)
         moved, route = answer.finished.handoff, answer.finished.route
         cached = answer.finished.usage.cached_tokens
-        return Turn(len(prompt), route.prefix_source, cached, moved.num_bytes, moved.fetched_bytes)
+        num_bytes, fetched = (0, 0) if moved is None else (moved.num_bytes, moved.fetched_bytes)
+        return Turn(len(prompt), route.prefix_source, cached, num_bytes, fetched)
 
 
 def converse(cluster: Cluster, engine: LocalEngine, turns: int = 3) -> list[Turn]:

@@ -12,6 +12,7 @@ import grpc
 import pytest
 
 from loopline.client import Accepted, AsyncClient, Chat, Chunk, Client, Completion, Event, Finished, RequestOptions
+from loopline.client.convert import event_of
 from loopline.errors import (
     CoordinatorUnreachable,
     DeadlineExceeded,
@@ -25,9 +26,11 @@ from loopline.errors import (
     WorkerLost,
 )
 from loopline.identity import BudgetCounts
-from loopline.request import FinishReason, InitialState, TokenLogprob
+from loopline.messages import HandoffStats
+from loopline.request import FinishReason, InitialState, Route, Timing, TokenLogprob, Usage
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import ERROR_KEY, server_options
+from loopline.wire.convert import to_proto
 
 
 class ScriptedServer(loopline_pb2_grpc.LooplineServicer):
@@ -130,6 +133,7 @@ def test_events_come_in_order_and_whole(server: tuple[ScriptedServer, str], flav
     events = _events(flavour, server[1], "hi")
     assert [type(event) for event in events] == [Accepted, Chunk, Chunk, Finished]
     completion = Completion()
+    assert (completion.finish_reason, completion.usage, completion.timing, completion.route) == (None,) * 4
     for event in events:
         completion = completion.after(event)
     assert completion.accepted == Accepted("r1", 2**64 - 1, 3)
@@ -140,6 +144,23 @@ def test_events_come_in_order_and_whole(server: tuple[ScriptedServer, str], flav
     assert [token.exit_probabilities for token in completion.tokens] == [(0.25, 0.75), ()]
     assert completion.finished is not None
     assert (completion.finished.route.decode, completion.finished.usage.completion_tokens) == ("d0", 2)
+    assert (completion.usage, completion.timing, completion.route) == (
+        Usage(prompt_tokens=0, completion_tokens=2),
+        Timing(),
+        Route(decode="d0"),
+    )
+    assert completion.finished.handoff is None
+
+
+@pytest.mark.parametrize("stats", [HandoffStats(1, 2, 3, "tcp", 0.5, 4, 5), HandoffStats(0, 0, 0, "", 0.0), None])
+def test_a_handoff_is_there_if_there_was_one(stats: HandoffStats | None) -> None:
+    """Also one that moved nothing."""
+    message = loopline_pb2.GenerateEvent(finished=loopline_pb2.Finished(reason=loopline_pb2.FINISH_REASON_STOP))
+    if stats is not None:
+        message.finished.handoff.CopyFrom(to_proto(stats))
+    event = event_of(message)
+    assert isinstance(event, Finished)
+    assert event.handoff == stats
 
 
 def test_complete_is_all_events(server: tuple[ScriptedServer, str]) -> None:
