@@ -14,9 +14,10 @@ from loopline.cli.options import Deadline, Json, with_request_options
 from loopline.client import Accepted, Chunk, Event, Finished, Token
 from loopline.errors import DeadlineExceeded, InvalidRequest
 from loopline.intake import RequestOptions, check_deadline_s, resolve_request
-from loopline.messages import HandoffStats, TokenRow
+from loopline.messages import TokenRow
 from loopline.model_spec import ModelSpec, load_model_spec
-from loopline.request import FinishReason, Request, Route, Timing, Usage
+from loopline.noise_key import NoiseKey
+from loopline.request import FinishReason, PrefixSource, Request, Route, Timing, Usage
 from loopline.settings import EngineSettings
 from loopline.text import TextCodec, TextStream, load_text
 
@@ -30,6 +31,8 @@ def run(
     options: RequestOptions,
     dtype: Annotated[Literal["auto", "fp32", "bf16"], typer.Option(help="auto: the checkpoint's own.")] = "auto",
     device: Annotated[str, typer.Option(metavar="cpu|cuda|cuda:N", help="Where to compute.")] = "cpu",
+    noise_key: Annotated[NoiseKey, typer.Option(help="As model.noise_key of a cluster.")] = NoiseKey.REQUEST,
+    noise_seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="As model.noise_seed of a cluster.")] = 0,
     deadline: Deadline = None,
     as_json: Json = False,
 ) -> None:
@@ -57,6 +60,8 @@ def run(
         max_loops=max_loops,
         num_blocks=_num_blocks(request, spec),
         exit_gate=options.exit_probabilities,
+        noise_key=noise_key,
+        noise_seed=noise_seed,
     )
     events = _events(settings, request, codec, deadline)
     deliver(events, as_json=as_json, options=options)
@@ -113,6 +118,6 @@ def _answer(
         has_text=text is not None,
         usage=Usage(prompt_tokens=num_prompt, completion_tokens=count),
         timing=Timing(ttft_s=ttft_s, total_s=time.monotonic() - start_s),
-        route=Route(_ROUTE, _ROUTE),
-        handoff=HandoffStats(0, 0, 0, "", 0.0),
+        route=Route(_ROUTE, _ROUTE, prefix_source=PrefixSource.LOCAL),
+        handoff=None,
     )
