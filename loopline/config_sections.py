@@ -250,9 +250,10 @@ class RoutingConfig(Section):
     """prefix_aware: how much a token-loop of a worker's other work counts against one that is computed for the request
     itself."""
     prefix_source: Literal["auto", "local", "recompute", "fetch"] = "auto"
-    """Where the KV that the chosen decode worker lacks of a prompt comes from. local: that worker computes it;
-    recompute: a prefill worker computes what is not in its own cache; fetch: it first fetches what the decode worker
-    has and it lacks; auto: what is estimated to be fastest."""
+    """How a prompt's KV gets to the chosen decode worker. local: that worker computes what it lacks; recompute: a
+    prefill worker computes what is not in its own cache, and pushes what the decode worker lacks; fetch: it first
+    fetches what the decode worker has and it lacks; auto: of recompute, fetch and, below local_prefill_below_tokens,
+    local, the one that is estimated to be fastest. A unified worker computes every prompt itself, whatever this is."""
     local_prefill_below_tokens: Number = 0
     """auto: only prompts of which the chosen decode worker lacks fewer tokens may be computed by that worker itself; 0:
     none."""

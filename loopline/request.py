@@ -238,11 +238,11 @@ class Timing:
 
 
 class PrefixSource(StrEnum):
-    """Where the KV that a decode worker lacked of a prompt came from."""
+    """How a prompt's KV got to its decode worker."""
 
-    LOCAL = "local"  # it computed that itself
-    RECOMPUTE = "recompute"  # a prefill worker computed what was not in its own cache, and pushed it
-    FETCH = "fetch"  # the same, after it had fetched what the decode worker had and it had not
+    LOCAL = "local"  # that worker computed what it lacked; a unified worker always does
+    RECOMPUTE = "recompute"  # a prefill worker computed what it lacked itself, and pushed what the decode worker lacked
+    FETCH = "fetch"  # the same, after it had been pushed what the decode worker had and it lacked
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ E2E = Definition("loopline_e2e_request_latency_seconds", Kind.HISTOGRAM, "From a
 PREFIX_SOURCES = Definition(
     "loopline_prefix_sources_total",
     Kind.COUNTER,
-    "Requests that ended, by where the KV that their decode worker lacked of the prompt came from.",
+    "Requests that ended, by how their prompt's KV got to their decode worker.",
     ("source",),
 )
 PROMPT_TOKENS = Definition("loopline_prompt_tokens_total", Kind.COUNTER, "Prompt tokens of requests that ended.")
