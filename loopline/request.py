@@ -169,7 +169,7 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0  # prompt tokens whose KV the worker that computed the prompt has found
+    cached_tokens: int = 0  # prompt tokens whose KV the worker that computed the prompt had, or fetched
 
 
 @dataclass(frozen=True, kw_only=True)
