@@ -10,13 +10,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def check_can_plot() -> None:
-    """Raise OperatorError that names the extra where matplotlib is missing."""
-    new_figure()
+def picture_endings() -> tuple[str, ...]:
+    """How a picture's name may end, such as "png". Raises OperatorError that names the extra where matplotlib is
+    missing."""
+    return tuple(sorted(new_figure().canvas.get_supported_filetypes()))
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Write the picture; the file's ending says which format. Raises OperatorError as `check_can_plot` does."""
+    """Write the picture; the file's ending says which format. Raises OperatorError as `picture_endings` does."""
     figure = new_figure()
     axes: dict[str, Axes] = figure.subplot_mosaic([["rows", "arms"], ["pools", "arms"], ["queues", "arms"]])
     _curve(axes["rows"], report["steps"], "rows", "decode rows")
@@ -29,7 +30,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
 
 def new_figure() -> "Figure":
-    """An empty figure. Raises OperatorError as `check_can_plot` does."""
+    """An empty figure. Raises OperatorError as `picture_endings` does."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -46,9 +46,7 @@ def host(
     check_targets(json_path, plot_path)
     sizes = QUICK if quick else Sizes()
     report = measure(sizes if steps is None else replace(sizes, steps=steps), say)
-    hand_over(report, json_path, _show)
-    if plot_path is not None:
-        plot(report, plot_path)
+    hand_over(report, json_path, _show, plot_path, plot)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -74,9 +74,7 @@ def engine(
         idle=IdleSizes() if idle else None,
     )
     report = measure(bench, command_line(), say)
-    if plot_path is not None:
-        plot_engine(report, plot_path)
-    hand_over(report, json_path, _show)
+    hand_over(report, json_path, _show, plot_path, plot_engine)
 
 
 def _points(option: str, text: str) -> tuple[tuple[int, int], ...]:

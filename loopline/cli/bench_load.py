@@ -88,9 +88,7 @@ def _run(load: LoadOptions, trace: Trace, credentials: Credentials) -> None:
             report = _with_engines(load, load.engine, trace, limits, watch)
         else:
             report = _with_clusters(load, trace, limits, watch, credentials)
-    if load.plot_path is not None:
-        plot_load(report, load.plot_path)
-    hand_over(report, load.json_path, _show)
+    hand_over(report, load.json_path, _show, load.plot_path, plot_load)
 
 
 def _with_engines(load: LoadOptions, model: str, trace: Trace, limits: Limits, watch: Watcher) -> dict[str, Any]:

@@ -63,9 +63,7 @@ def transfer(
         compute_ms=compute_ms,
     )
     report = measure(bench, command_line(), say)
-    if plot_path is not None:
-        plot_transfer(report, plot_path)
-    hand_over(report, json_path, _show)
+    hand_over(report, json_path, _show, plot_path, plot_transfer)
 
 
 def _show(report: dict[str, Any]) -> None:
