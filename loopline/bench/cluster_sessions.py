@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from loopline.bench.load_report import Collected, Watcher, turns_first_last
 from loopline.bench.sessions import Conversation, Trace
 from loopline.bench.turn_figures import Limits, TurnDone
 from loopline.client import AsyncClient
-from loopline.client.records import Chunk, Finished
+from loopline.client.records import Chunk, Finished, ModelInfo
 from loopline.config import load_config, resolve_paths
 from loopline.errors import ConfigError, LooplineError, OperatorError
 from loopline.security import NO_CREDENTIALS, Credentials
@@ -64,7 +64,8 @@ async def measure(
     credentials: Credentials = NO_CREDENTIALS,
 ) -> dict[str, Any]:
     """The report. `credentials`: to show to clusters with an address; one that is launched has its own. A turn of an
-    arm that fails has its error in the report. Raises OperatorError kinds where nothing can run at all."""
+    arm that fails has its error in the report, and an arm whose cluster did not come to serve has no further turn.
+    Arms of one running cluster are asked other tokens each. Raises OperatorError kinds where nothing can run at all."""
     names = [arm.name for arm in load.arms]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"arms are {', '.join(names) or 'none'}; allowed: one or more, each with a name of its own")
@@ -73,22 +74,88 @@ async def measure(
             load_config(arm.config)  # before anything runs
     collected = Collected(names, limits)
     watch.total(load.rounds * len(names) * trace.num_turns)
+    watch.say("looking for the clusters that run")
+    workers = await _workers_of_running(load, trace, credentials, collected)
+    first_of = shared_clusters(workers)
+    lost = {arm.name for arm in load.arms if arm.address is not None and arm.name not in workers}
     once = secrets.token_hex(4)  # a cluster that runs may have cached what an earlier call asked
     for number, index in turns_first_last(load.rounds, len(names)):
         arm = load.arms[index]
+        if arm.name in lost:
+            continue
         watch.say(f"round {number + 1} of {load.rounds}: {arm.name}")
+        salt = f"{once}/round{number}" + (f"/{arm.name}" if arm.name in first_of else "")
         with collected.guarded(arm.name):
+            lost.add(arm.name)  # until it serves
             async with _served(arm, credentials) as client:
-                turns = await run_sessions(client, trace, f"{once}/round{number}", load, watch.turn_done)
+                lost.remove(arm.name)
+                turns = await run_sessions(client, trace, salt, load, watch.turn_done)
             collected.take(arm.name, turns)
     report: dict[str, Any] = {
         "machine": machine() | {"command": command},
         "clusters": [
-            {"name": arm.name, "address": arm.address, "config": arm.config and str(arm.config)} for arm in load.arms
+            {
+                "name": arm.name,
+                "address": arm.address,
+                "config": arm.config and str(arm.config),
+                "same_as": first_of.get(arm.name),
+            }
+            for arm in load.arms
         ],
         "trace": dict(trace.made_by),
+        "notes": _notes(trace, workers, first_of),
     }
-    return report | collected.report([(names[0], name) for name in names[1:]])
+    return report | collected.report([(names[0], name) for name in names[1:]], asked_apart=first_of)
+
+
+def shared_clusters(workers: Mapping[str, frozenset[str]]) -> dict[str, str]:
+    """Which arms have the cluster of an earlier one, and of which; `workers`: the UUIDs of each arm's, arms in their
+    order. Clusters with a worker in common are one."""
+    first_of: dict[str, str] = {}
+    for name, own in workers.items():
+        earlier = (other for other in workers if other not in first_of and workers[other] & own)
+        if (first := next(earlier, name)) != name:
+            first_of[name] = first
+    return first_of
+
+
+def _notes(trace: Trace, workers: Mapping[str, frozenset[str]], first_of: Mapping[str, str]) -> list[str]:
+    """What a reader of the figures must know."""
+    notes = [
+        f"{name} is the cluster of {first}: it is asked other tokens, so that it finds nothing of {first} cached, and "
+        "its answers are not compared"
+        for name, first in first_of.items()
+    ]
+    if workers and not trace.system_tokens and any(one.turns[0].token_ids is not None for one in trace.sessions):
+        notes.append(
+            "the trace names tokens that conversations begin with: they are the same in every run, and a cluster that "
+            "runs may have them cached of an earlier one"
+        )
+    return notes
+
+
+async def _workers_of_running(
+    load: ClusterLoad, trace: Trace, credentials: Credentials, collected: Collected
+) -> dict[str, frozenset[str]]:
+    """The UUIDs of the workers of arms with an address, looked up at once; an arm that does not serve is left out and
+    has its error in `collected`. Raises ConfigError as `run_sessions` does."""
+
+    async def look(name: str, address: str) -> tuple[str, frozenset[str]] | None:
+        with collected.guarded(name):
+            async with AsyncClient(address, credentials=credentials) as client:
+                await client.wait_serving(_ANSWER_S)
+                _check_context(trace, await client.model())
+                return name, frozenset(worker.uuid for worker in (await client.status()).workers)
+        return None
+
+    running = [(arm.name, arm.address) for arm in load.arms if arm.address is not None]
+    found = await asyncio.gather(*(look(name, address) for name, address in running))
+    return dict(one for one in found if one is not None)
+
+
+def _check_context(trace: Trace, model: ModelInfo) -> None:
+    if trace.longest > model.context_tokens:
+        raise ConfigError(f"the longest conversation has {trace.longest} tokens; the context is {model.context_tokens}")
 
 
 async def run_sessions(
@@ -97,8 +164,7 @@ async def run_sessions(
     """All sessions at once, each its turns one after the other; in the order of their ends. A session ends with a turn
     that fails. Raises ConfigError where the model's context is too short."""
     model = await client.model()
-    if trace.longest > model.context_tokens:
-        raise ConfigError(f"the longest conversation has {trace.longest} tokens; the context is {model.context_tokens}")
+    _check_context(trace, model)
     runner = _Runner(client, load, model.vocab_size, turn_done)
     await asyncio.gather(
         *(runner.run(Conversation(trace, one, model.vocab_size, salt), salt) for one in trace.sessions)
@@ -158,8 +224,15 @@ class _Runner:
         if finished is None or len(answer) < answer_tokens:
             reason = "no end" if finished is None else finished.reason.value
             return replace(done, error=f"{len(answer)} of {answer_tokens} tokens, {reason}")
-        route = finished.route
-        return replace(done, cached_tokens=finished.usage.cached_tokens, route=f"{route.prefill} {route.decode}")
+        route, handoff = finished.route, finished.handoff
+        return replace(
+            done,
+            cached_tokens=finished.usage.cached_tokens,
+            route=f"{route.prefill} {route.decode}",
+            prefix_source=route.prefix_source,
+            handoff_bytes=handoff.num_bytes,
+            fetched_bytes=handoff.fetched_bytes,
+        )
 
     def _now_s(self) -> float:
         return self._loop.time() - self._begin_s

@@ -1,6 +1,6 @@
 """What the arms of a run of sessions gave, collected turn by turn, as one JSON object. No torch, no network."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -50,9 +50,10 @@ class Collected:
         except Exception as error:  # whatever it is, the other runs' figures stand
             self._errors[name] = f"{type(error).__name__}: {error}"
 
-    def report(self, pairs: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    def report(self, pairs: Sequence[tuple[str, str]], asked_apart: Collection[str] = ()) -> dict[str, Any]:
         """Arms with their runs, medians and turns, and the named pairs' ratios, the first's figure over the second's.
-        Shares of equal answers are of the first round."""
+        Shares of equal answers are of the first round; None where one of the two is among `asked_apart`, whose prompts
+        are its own."""
         medians = {name: arm_figures(runs) for name, runs in self._runs.items()}
         compared = [(one, other) for one, other in pairs if medians[one] and medians[other]]
         return {
@@ -72,11 +73,24 @@ class Collected:
                     "of": one,
                     "to": other,
                     **ratios(medians[one], medians[other]),
-                    "same_answers": same_answers(self._turns[one][0], self._turns[other][0]),
+                    "same_answers": None
+                    if one in asked_apart or other in asked_apart
+                    else same_answers(self._turns[one][0], self._turns[other][0]),
                 }
                 for one, other in compared
             ],
         }
+
+
+def failed_arms(report: Mapping[str, Any]) -> dict[str, str]:
+    """Of a report: the arms of which no turn was answered, and why."""
+    failed = {}
+    for arm in report["arms"]:
+        if not any(run["turns"] > run["failed"] for run in arm["runs"]):
+            of_runs = [error for run in arm["runs"] for error in run["errors"]]
+            causes = dict.fromkeys([*([arm["error"]] if "error" in arm else []), *of_runs])
+            failed[arm["name"]] = "; ".join(causes) or "nothing was asked"
+    return failed
 
 
 def _record(done: TurnDone) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What became of each turn of a run, and the figures of a run, an arm and a pair of arms. No torch, no network."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -22,6 +23,12 @@ class TurnDone:
     answer_ids: tuple[int, ...] = ()
     route: str = ""
     """Which workers computed it, where there are several."""
+    prefix_source: str = ""
+    """Where the KV that its decode worker lacked came from, as a PrefixSource; "" of an engine."""
+    handoff_bytes: int = 0
+    """That its prefill worker pushed to its decode worker."""
+    fetched_bytes: int = 0
+    """That its decode worker pushed to its prefill worker before; not among `handoff_bytes`."""
     error: str = ""
 
     @property
@@ -76,6 +83,9 @@ def run_figures(turns: Sequence[TurnDone], limits: Limits) -> dict[str, Any]:
         "tpot_ms": spread_ms([one.tpot_s for one in done if one.tpot_s is not None]),
         "good_share": good / len(turns) if turns else None,
         "goodput_per_s": rate(good),
+        "prefix_sources": dict(sorted(Counter(one.prefix_source for one in done if one.prefix_source).items())),
+        "handoff_bytes": sum(one.handoff_bytes for one in done),
+        "fetched_bytes": sum(one.fetched_bytes for one in done),
         "by_turn": _by_turn(done),
     }
 

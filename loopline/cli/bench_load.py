@@ -1,6 +1,7 @@
 """`loopline bench session` and `loopline bench burst`: the same requests to several arms, in turns."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +14,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from loopline.bench.load_plot import plot_load
-from loopline.bench.load_report import Watcher
+from loopline.bench.load_report import Watcher, failed_arms
 from loopline.bench.sessions import SessionShape, Trace, draw_burst, draw_sessions, read_trace, write_trace
 from loopline.bench.turn_figures import Limits
 from loopline.cli.bench_report import command_line, hand_over
 from loopline.cli.load_options import LoadOptions, load_options
 from loopline.cli.options import with_credential_files, with_options_of
+from loopline.errors import OperatorError
 from loopline.security import Credentials
 
 _LEAST_WIDTH = 130  # of a table, where the terminal is none
@@ -88,7 +90,12 @@ def _run(load: LoadOptions, trace: Trace, credentials: Credentials) -> None:
             report = _with_engines(load, load.engine, trace, limits, watch)
         else:
             report = _with_clusters(load, trace, limits, watch, credentials)
-    hand_over(report, load.json_path, _show, load.plot_path, plot_load)
+    failed = failed_arms(report)
+    can_draw = len(failed) < len(report["arms"])  # an empty picture would look like figures
+    hand_over(report, load.json_path, _show, load.plot_path if can_draw else None, plot_load)
+    if failed:
+        parts = [f"arm {name}: no turn was answered: {' '.join(cause.split())}" for name, cause in failed.items()]
+        raise OperatorError("; ".join(parts) + ("" if can_draw or load.plot_path is None else "; no picture is drawn"))
 
 
 def _with_engines(load: LoadOptions, model: str, trace: Trace, limits: Limits, watch: Watcher) -> dict[str, Any]:
@@ -156,6 +163,9 @@ def _show(report: dict[str, Any]) -> None:
     for arm in report["arms"]:
         table.add_row(arm["name"], *_cells(arm))
     console.print(table)
+    for arm in report["arms"]:
+        if line := _sources(arm["runs"]):
+            console.print(f"{arm['name']}: {line}")
     for one in report["ratios"]:
         console.print(f"{one['of']} / {one['to']}: {_ratios(one)}")
     for arm_name, calls in report.get("calls", {}).items():
@@ -163,6 +173,8 @@ def _show(report: dict[str, Any]) -> None:
             f"{arm_name}: {calls['python_calls_per_step']:,.0f} Python calls a step, "
             f"{calls['python_calls_per_token']:,.1f} a token of {calls['answer_tokens']:,}"
         )
+    for note in report.get("notes", ()):
+        console.print(f"note: {note}")
     for arm in report["arms"]:
         for error in [
             *([arm["error"]] if "error" in arm else []),
@@ -185,6 +197,18 @@ def _cells(arm: dict[str, Any]) -> list[str]:
     )
     cells = [format(median[name], form) if name in median else "" for name, form in names]
     return [*cells, str(len(arm["runs"])), str(sum(run["failed"] for run in arm["runs"]))]
+
+
+def _sources(runs: list[dict[str, Any]]) -> str:
+    """Turns of all runs by where their KV came from, and what was moved for it; "" of engines."""
+    counts: Counter[str] = Counter()
+    for run in runs:
+        counts.update(run["prefix_sources"])
+    if not counts:
+        return ""
+    moved = [f"{sum(run[f'{name}_bytes'] for run in runs) / 2**20:,.2f} MiB" for name in ("handoff", "fetched")]
+    sources = ", ".join(f"{source} {count:,}" for source, count in sorted(counts.items()))
+    return f"prefix source of turns: {sources}; handed over {moved[0]}, fetched {moved[1]}"
 
 
 def _ratios(one: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from loopline.bench.load_report import Watcher
 from loopline.bench.sessions import SessionShape, draw_sessions
 from loopline.bench.turn_figures import Limits
 from loopline.errors import ConfigError
-from tests.support.cluster import Cluster, wait_until, write_config
+from tests.support.cluster import Cluster, launched, wait_until, write_config
 from tests.support.golden import MODELS
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,6 +38,30 @@ def test_arms_answer_alike_and_the_one_with_a_cache_finds_what_was_said(ouro: Cl
     assert plain == 0 and with_cache > 0
     assert [one["same_answers"] for one in report["ratios"]] == [1.0]
     wait_until(ouro.is_idle, "the cluster that runs is idle")
+
+
+def test_arms_of_one_cluster_find_nothing_of_each_other(tmp_path: Path) -> None:
+    """A running cluster beside itself, with a cache that keeps everything, and two turns of each arm."""
+    group: dict[str, object] = {"num_blocks": 96, "chunk_tokens": 32}
+    config = write_config(
+        tmp_path / "cached.yaml", MODELS / "tiny-ouro", kv={"prefix_cache": True}, prefill=group, decode=group
+    )
+    trace = draw_sessions(SessionShape(sessions=2, turns=2, first=36, tool=8, answer=6, system=32))
+    with launched(config, tmp_path) as cluster:
+        arms = tuple(ClusterArm(name, address=cluster.address) for name in ("one", "two"))
+        report = asyncio.run(measure(ClusterLoad(arms=arms, rounds=2), trace, Limits(), "a test", Watcher()))
+        wait_until(cluster.is_idle, "the cluster is idle")
+    assert [one["same_as"] for one in report["clusters"]] == [None, "one"]
+    assert "two is the cluster of one" in report["notes"][0]
+    assert [one["same_answers"] for one in report["ratios"]] == [None]
+    for arm in report["arms"]:
+        for run, turns in zip(arm["runs"], arm["turns"], strict=True):
+            assert run["failed"] == 0, run["errors"]
+            first = [one["cached_tokens"] for one in turns if one["turn"] == 0]
+            assert 0 in first and all(cached <= 32 for cached in first)  # of the other session's, the common beginning
+            assert run["by_turn"][1]["cached_share"] > 0
+            assert sum(run["prefix_sources"].values()) == 4 and run["handoff_bytes"] > 0
+            assert {one["prefix_source"] for one in turns} <= {"local", "recompute", "fetch"}
 
 
 def test_a_turn_that_is_refused_ends_its_session_and_no_other(ouro: Cluster) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from loopline.bench.load_report import Collected, turns_first_last
+from loopline.bench.load_report import Collected, failed_arms, turns_first_last
 from loopline.bench.turn_figures import (
     Limits,
     TurnDone,
@@ -111,3 +111,33 @@ def test_a_run_that_fails_leaves_the_others_their_figures() -> None:
 def test_a_wrong_setting_is_everybodys() -> None:
     with pytest.raises(ConfigError), Collected(["one"], LIMITS).guarded("one"):
         raise ConfigError("no")
+
+
+def test_a_run_says_where_prompts_came_from_and_what_was_moved() -> None:
+    fetched = replace(QUICK, prefix_source="fetch", handoff_bytes=10, fetched_bytes=3)
+    turns = [fetched, replace(fetched, turn=1), replace(QUICK, prefix_source="recompute", handoff_bytes=5)]
+    found = run_figures([*turns, replace(fetched, error="lost")], LIMITS)
+    assert found["prefix_sources"] == {"fetch": 2, "recompute": 1}
+    assert (found["handoff_bytes"], found["fetched_bytes"]) == (25, 6)
+    assert run_figures([QUICK], LIMITS)["prefix_sources"] == {}
+
+
+def test_answers_to_other_prompts_are_not_compared() -> None:
+    collected = Collected(["one", "same", "apart"], LIMITS)
+    for name in ("one", "same", "apart"):
+        collected.take(name, [QUICK])
+    report = collected.report([("one", "same"), ("one", "apart")], asked_apart={"apart"})
+    assert [one["same_answers"] for one in report["ratios"]] == [1.0, None]
+
+
+def test_an_arm_without_an_answer_has_failed_and_says_why() -> None:
+    collected = Collected(["good", "mixed", "gone", "refused"], LIMITS)
+    collected.take("good", [QUICK, FAILED])
+    collected.take("mixed", [FAILED])
+    collected.take("mixed", [QUICK])
+    with collected.guarded("gone"):
+        raise RuntimeError("no cluster")
+    for error in ("too large", "lost"):
+        collected.take("refused", [replace(FAILED, error=error)])
+    failed = failed_arms(collected.report([]))
+    assert failed == {"gone": "RuntimeError: no cluster", "refused": "too large; lost"}
