@@ -5,13 +5,11 @@ the same graphs. `loopline bench session` and `burst` show what `measure` gives.
 """
 
 import heapq
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import product
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -22,10 +20,21 @@ from loopline.bench.engine import machine
 from loopline.bench.load_report import Collected, Watcher, turns_first_last
 from loopline.bench.naive_core import NaiveLedger, NaiveScheduler
 from loopline.bench.named_model import folder_of, spec_of
+from loopline.bench.session_arms import (
+    EngineArm,
+    EngineLoad,
+    arms_of,
+    block_size_of,
+    check_prefixes,
+    further_settings,
+    names_of,
+    num_blocks,
+    pairs_of,
+)
 from loopline.bench.sessions import Conversation, Trace
 from loopline.bench.shapes import SHAPES
 from loopline.bench.turn_figures import Limits, TurnDone
-from loopline.engine.engine import Engine
+from loopline.engine.engine import Engine, require_device
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.kv.ledger import Ledger
 from loopline.model_spec import ModelSpec
@@ -36,57 +45,16 @@ from loopline.sched.scheduler import Scheduler
 from loopline.settings import EngineSettings, SchedulerSettings
 
 _COUNTED_TURNS = 2  # of each session, where calls are counted
-_OWN_SETTINGS = ("model_path", "device", "dtype", "max_loops", "num_blocks", "prefill", "prefix_cache", "scheduler")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLoad:
-    """What runs, on what, and in which arms: every combination of the four."""
-
-    model: str
-    """A checkpoint folder, or a name in `loopline.bench.shapes.SHAPES`."""
-    random_weights: bool = False
-    device: str = "cuda"
-    dtype: str = "bf16"
-    prefix_cache: tuple[str, ...] = ("on", "off")
-    working_sets: tuple[float, ...] = (0.9,)
-    """What all conversations need to their ends, as a multiple of the arena; 1 and below: everything stays."""
-    prefill: tuple[str, ...] = ("packed",)
-    host: tuple[str, ...] = ("plain",)
-    """plain: the core as it is; naive: `loopline.bench.naive_core`."""
-    rounds: int = 2
-    chunk_tokens: int = 256
-    step_tokens: int = 2048
-    """Prompt tokens of one step at most."""
-    max_running: int | None = None
-    """None: all sessions."""
-    counts_calls: bool = False
-    """Whether each arm runs once more, untimed, with its Python calls counted."""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    """Further fields of EngineSettings, as text."""
-
-
-@dataclass(frozen=True)
-class EngineArm:
-    """One of the combinations."""
-
-    prefix_cache: str
-    working_set: float
-    prefill: str
-    host: str
-
-
-_ALLOWED = {"prefix_cache": ("on", "off"), "prefill": ("packed", "per_row", "auto"), "host": ("plain", "naive")}
-_PAIRS = {"prefix_cache": ("on", "off"), "prefill": ("packed", "per_row"), "host": ("plain", "naive")}
-"""Arms that differ in this alone are compared: the first over the second."""
 
 
 def measure(load: EngineLoad, trace: Trace, limits: Limits, command: str, watch: Watcher) -> dict[str, Any]:
     """The report. Raises OperatorError kinds for what cannot run at all; an arm that fails has its error there."""
-    arms = _arms(load)
-    spec, names = spec_of(load.model), _names(arms)
+    arms = arms_of(load)
+    spec, names = spec_of(load.model), names_of(arms)
     if trace.longest > spec.context_tokens:
         raise ConfigError(f"the longest conversation has {trace.longest} tokens; the context is {spec.context_tokens}")
+    check_prefixes(load, spec)
+    require_device(load.device)
     collected = Collected(names, limits)
     watch.total(load.rounds * len(arms) * trace.num_turns)
     with _engines(load, trace, spec, arms, watch) as engines:
@@ -104,9 +72,9 @@ def measure(load: EngineLoad, trace: Trace, limits: Limits, command: str, watch:
     report: dict[str, Any] = {
         "machine": host.machine() | _device(load, command),
         "model": {"name": load.model, "loops": spec.default_loops, "dtype": load.dtype},
-        "trace": dict(trace.made_by) | {"working_set_blocks": trace.working_set_blocks(_block_size(load))},
+        "trace": dict(trace.made_by) | {"working_set_blocks": trace.working_set_blocks(block_size_of(load))},
     }
-    return report | collected.report(_pairs(arms, names)) | {"calls": calls}
+    return report | collected.report(pairs_of(arms, names)) | {"calls": calls}
 
 
 # ---- one run
@@ -238,7 +206,7 @@ class _NoSharing(UnifiedPolicy):
 def _start(engine: Engine, arm: EngineArm, trace: Trace, salt: str) -> SessionRun:
     """A run with empty books of the arm's kind and size."""
     naive, block_size = arm.host == "naive", engine.settings.block_size
-    ledger = (NaiveLedger if naive else Ledger)(_num_blocks(arm, trace, block_size), block_size)
+    ledger = (NaiveLedger if naive else Ledger)(num_blocks(arm, trace, block_size), block_size)
     policy = UnifiedPolicy() if arm.prefix_cache == "on" else _NoSharing()
     engine.start_over(policy, ledger, NaiveScheduler if naive else Scheduler)
     return SessionRun(engine, trace, salt)
@@ -268,54 +236,7 @@ def _count(
     return figures
 
 
-# ---- engines and arms
-
-
-def _arms(load: EngineLoad) -> list[EngineArm]:
-    """All combinations. Raises ConfigError for one that does not exist."""
-    for name, allowed in _ALLOWED.items():
-        for value in getattr(load, name):
-            if value not in allowed:
-                raise ConfigError(f"{name} has {value!r}; allowed: {', '.join(allowed)}")
-    for value in load.working_sets:
-        if not 0 < value < math.inf:
-            raise ConfigError(f"working_sets has {value}; allowed: above 0")
-    arms = [EngineArm(*one) for one in product(load.prefix_cache, load.working_sets, load.prefill, load.host)]
-    if not arms or len(set(arms)) < len(arms):
-        raise ConfigError("an arm is named twice, or there is none")
-    return arms
-
-
-def _names(arms: Sequence[EngineArm]) -> list[str]:
-    """Each arm by what it does not share with all others."""
-    texts = [
-        {
-            "prefix_cache": f"cache {arm.prefix_cache}",
-            "working_set": f"{arm.working_set:g}x arena",
-            "prefill": arm.prefill,
-            "host": f"{arm.host} host",
-        }
-        for arm in arms
-    ]
-    varied = [name for name in texts[0] if len({text[name] for text in texts}) > 1] or ["prefix_cache"]
-    return [", ".join(text[name] for name in varied) for text in texts]
-
-
-def _pairs(arms: Sequence[EngineArm], names: Sequence[str]) -> list[tuple[str, str]]:
-    """Names of the arms to compare, see `_PAIRS`."""
-    name_of = dict(zip(arms, names, strict=True))
-    pairs = []
-    for what, (one, other) in _PAIRS.items():
-        for arm in arms:
-            sibling = EngineArm(**(asdict(arm) | {what: other}))
-            if getattr(arm, what) == one and sibling in name_of:
-                pairs.append((name_of[arm], name_of[sibling]))
-    return pairs
-
-
-def _num_blocks(arm: EngineArm, trace: Trace, block_size: int) -> int:
-    """Of the arm's books; never fewer than the longest conversation needs."""
-    return max(-(-trace.longest // block_size), math.ceil(trace.working_set_blocks(block_size) / arm.working_set))
+# ---- engines
 
 
 @contextmanager
@@ -327,9 +248,9 @@ def _engines(
         engines = {}
         for mode in dict.fromkeys(arm.prefill for arm in arms):
             watch.say(f"an engine, prompts {mode}")
-            num_blocks = max(_num_blocks(arm, trace, _block_size(load)) for arm in arms if arm.prefill == mode)
+            most_blocks = max(num_blocks(arm, trace, block_size_of(load)) for arm in arms if arm.prefill == mode)
             settings = _settings(load, trace, spec, str(folder), mode)
-            engines[mode] = Engine(replace(settings, num_blocks=num_blocks), UnifiedPolicy())
+            engines[mode] = Engine(replace(settings, num_blocks=most_blocks), UnifiedPolicy())
             SessionRun(engines[mode], trace.first_turns(1), "warm-up").to_end()
         yield engines
 
@@ -353,31 +274,10 @@ def _settings(load: EngineLoad, trace: Trace, spec: ModelSpec, folder: str, pref
         load_format="dummy" if load.random_weights or load.model in SHAPES else "safetensors",
         scheduler=scheduler,
     )
-    return replace(settings, **_further(load.settings))
+    return replace(settings, **further_settings(load.settings))
 
 
 def _device(load: EngineLoad, command: str) -> dict[str, Any]:
     """What computes; a CPU is named by the host's own entry."""
     found = machine(torch.device(load.device), command)
     return {name: value for name, value in found.items() if name != "device" or load.device != "cpu"}
-
-
-def _block_size(load: EngineLoad) -> int:
-    size = _further(load.settings).get("block_size", EngineSettings(model_path="").block_size)
-    return int(size)
-
-
-def _further(texts: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of EngineSettings from text. Raises ConfigError for a name or a value that is none."""
-    kinds = {one.name: type(one.default) for one in fields(EngineSettings) if one.name not in _OWN_SETTINGS}
-    made: dict[str, Any] = {}
-    for name, text in texts.items():
-        kind = kinds.get(name)
-        if kind not in (bool, int, float, str):
-            allowed = sorted(key for key, one in kinds.items() if one in (bool, int, float, str))
-            raise ConfigError(f"{name} is no setting of an engine; allowed: {', '.join(allowed)}")
-        try:
-            made[name] = {"true": True, "false": False}[text] if kind is bool else kind(text)
-        except (ValueError, KeyError):
-            raise ConfigError(f"{name} is {text!r}; allowed: a value of the kind {kind.__name__}") from None
-    return made

@@ -21,6 +21,8 @@ from typing import Any
 from loopline.errors import ConfigError
 
 KIND, VERSION = "loopline-sessions", 1
+_HEAD_KEYS = ("kind", "version", "seed", "system_tokens", "made_by")
+_TURN_KEYS = ("session", "turn", "wait_s", "tokens", "token_ids", "answer")
 _MOST_TOKENS = 10_000_000  # of a turn: past it a file is surely wrong
 
 
@@ -214,9 +216,8 @@ def read_trace(path: Path) -> Trace:
     head, *turns = [(number, _record(path, number, line)) for number, line in enumerate(lines, 1) if line.strip()] or [
         (1, {})
     ]
-    if head[1].get("kind") != KIND or head[1].get("version") != VERSION:
-        raise ConfigError(f'{path}:1: no trace; allowed: a first line with "kind": "{KIND}", "version": {VERSION}')
     where = f"{path}:1"
+    made_by = _check_head(where, head[1])
     sessions: dict[str, list[Turn]] = {}
     for number, record in turns:
         _take_turn(f"{path}:{number}", record, sessions)
@@ -226,7 +227,7 @@ def read_trace(path: Path) -> Trace:
         tuple(Session(name, tuple(turns)) for name, turns in sessions.items()),
         _number(where, head[1], "system_tokens", 0, default=0),
         _number(where, head[1], "seed", 0, default=0),
-        {"trace": str(path)} | head[1].get("made_by", {}),
+        {"trace": str(path)} | made_by,
     )
 
 
@@ -251,7 +252,27 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     return record
 
 
+def _check_head(where: str, head: Mapping[str, Any]) -> dict[str, Any]:
+    """What the trace was made by."""
+    if head.get("kind") != KIND:
+        raise ConfigError(f'{where}: no trace; allowed: a first line with "kind": "{KIND}", "version": {VERSION}')
+    if head.get("version") != VERSION:
+        raise ConfigError(f"{where}: version is {head.get('version')!r}; the one that is known here: {VERSION}")
+    _check_keys(where, head, _HEAD_KEYS)
+    made_by = head.get("made_by", {})
+    if not isinstance(made_by, dict):
+        raise ConfigError(f"{where}: made_by is {str(made_by)[:40]!r}; allowed: a JSON object")
+    return made_by
+
+
+def _check_keys(where: str, record: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    for key in record:
+        if key not in allowed:
+            raise ConfigError(f"{where}: {key} is not known; allowed: {', '.join(allowed)}")
+
+
 def _take_turn(where: str, record: Mapping[str, Any], sessions: dict[str, list[Turn]]) -> None:
+    _check_keys(where, record, _TURN_KEYS)
     name = record.get("session")
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}: session is {name!r}; allowed: a name")
@@ -264,6 +285,10 @@ def _take_turn(where: str, record: Mapping[str, Any], sessions: dict[str, list[T
     ids = record.get("token_ids")
     if ids is not None and not (_is_list_of_ids(ids) and ids):
         raise ConfigError(f"{where}: token_ids is {str(ids)[:40]}; allowed: a list of whole numbers from 0")
+    if ids is not None and "tokens" in record:
+        raise ConfigError(f"{where}: tokens and token_ids are both there; allowed: one of them")
+    if ids is None and "tokens" not in record:
+        raise ConfigError(f"{where}: tokens is missing; allowed: whole numbers from 1, or token_ids in its place")
     count = len(ids) if ids is not None else _number(where, record, "tokens", 1)
     turns.append(Turn(count, _number(where, record, "answer", 1), float(wait_s), None if ids is None else tuple(ids)))
 
@@ -274,8 +299,10 @@ def _is_list_of_ids(value: object) -> bool:
 
 def _number(where: str, record: Mapping[str, Any], name: str, least: int, default: int | None = None) -> int:
     value = record.get(name, default)
+    if value is None and name not in record:
+        raise ConfigError(f"{where}: {name} is missing; allowed: whole numbers from {least}")
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST_TOKENS:
-        raise ConfigError(f"{where}: {name} is {value!r}; allowed: whole numbers from {least}")
+        raise ConfigError(f"{where}: {name} is {value!r}; allowed: whole numbers from {least} to {_MOST_TOKENS:,}")
     return value
 
 
@@ -285,10 +312,10 @@ def _check(shape: SessionShape) -> None:
     )
     for name, count in counts:
         if not 1 <= count <= _MOST_TOKENS:
-            raise ConfigError(f"{name} is {count}; allowed: 1 and above")
+            raise ConfigError(f"{name} is {count}; allowed: 1 to {_MOST_TOKENS:,}")
     for name in ("system", "seed"):
         if not 0 <= getattr(shape, name) <= _MOST_TOKENS:
-            raise ConfigError(f"{name} is {getattr(shape, name)}; allowed: 0 and above")
+            raise ConfigError(f"{name} is {getattr(shape, name)}; allowed: 0 to {_MOST_TOKENS:,}")
     for name in ("think_s", "gap_s", "sigma"):
         if not 0 <= getattr(shape, name) < math.inf:
             raise ConfigError(f"{name} is {getattr(shape, name)}; allowed: 0 and above")

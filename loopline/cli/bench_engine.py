@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loopline.bench.engine_plot import plot_engine
-from loopline.cli.bench_report import check_targets, command_line, hand_over, say
+from loopline.cli.bench_report import check_device, check_targets, command_line, hand_over, say
 
 _ELEMENTWISE = "plain-graph / elementwise-graph"  # a ratio of the report
 
@@ -58,6 +58,7 @@ def engine(
     from loopline.bench.engine_idle import IdleSizes
 
     check_targets(json_path, plot_path)
+    check_device(device)
     bench = EngineBench(
         model=model,
         random_weights=random_weights,

@@ -15,15 +15,18 @@ from rich.table import Table
 
 from loopline.bench.load_plot import plot_load
 from loopline.bench.load_report import Watcher, failed_arms
+from loopline.bench.named_model import spec_of
+from loopline.bench.session_arms import EngineLoad, check_prefixes
 from loopline.bench.sessions import SessionShape, Trace, draw_burst, draw_sessions, read_trace, write_trace
 from loopline.bench.turn_figures import Limits
-from loopline.cli.bench_report import command_line, hand_over
-from loopline.cli.load_options import LoadOptions, load_options
+from loopline.cli.bench_report import check_device, check_target, command_line, hand_over
+from loopline.cli.load_options import LoadOptions, load_options, refuse_together
 from loopline.cli.options import with_credential_files, with_options_of
-from loopline.errors import OperatorError
+from loopline.errors import ConfigError, OperatorError
 from loopline.security import Credentials
 
 _LEAST_WIDTH = 130  # of a table, where the terminal is none
+_DRAWN = ("sessions", "turns", "first", "tool", "answer", "system", "think", "gap", "sigma", "drawn_times", "seed")
 
 
 def _with_load(command: Callable[..., None]) -> Callable[..., None]:
@@ -77,6 +80,10 @@ def session(
         drawn_times=drawn_times,
         seed=seed,
     )
+    if trace is not None:
+        refuse_together("--trace", _DRAWN, load.given)
+    if write_to is not None:
+        check_target("--write-trace", write_to)
     made = draw_sessions(shape) if trace is None else read_trace(trace)
     if write_to is not None:
         write_trace(made, write_to)
@@ -99,8 +106,6 @@ def _run(load: LoadOptions, trace: Trace, credentials: Credentials) -> None:
 
 
 def _with_engines(load: LoadOptions, model: str, trace: Trace, limits: Limits, watch: Watcher) -> dict[str, Any]:
-    from loopline.bench.engine_sessions import EngineLoad, measure  # it loads torch, and clusters do without
-
     engines = EngineLoad(
         model=model,
         random_weights=load.random_weights,
@@ -117,6 +122,13 @@ def _with_engines(load: LoadOptions, model: str, trace: Trace, limits: Limits, w
         counts_calls=load.counts_calls,
         settings=load.settings,
     )
+    try:
+        check_prefixes(engines, spec_of(model))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    from loopline.bench.engine_sessions import measure  # it loads torch, and clusters do without
+
+    check_device(load.device)
     return measure(engines, trace, limits, command_line(), watch)
 
 

@@ -10,14 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 from loopline.cli.bench_report import check_targets, command_line, hand_over, say
-from loopline.cli.options import with_credential_files
+from loopline.cli.options import maybe_host_and_port, with_credential_files
 from loopline.security import Credentials
 
 _Config = Annotated[
     Path | None, typer.Option("--config", metavar="CONFIG", help="Launch this cluster, not scripted workers.")
 ]
 _Address = Annotated[
-    str | None, typer.Option("--address", metavar="HOST:PORT", help="Ask a cluster that runs; its queue is its own.")
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="Ask a cluster that runs; its queue is its own.",
+        callback=maybe_host_and_port,
+    ),
 ]
 _Model = Annotated[
     Path | None, typer.Option("--model", metavar="FOLDER", help="For scripted workers: config.json and tokenizer.")

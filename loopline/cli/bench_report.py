@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from loopline.bench.plot import picture_endings
+from loopline.errors import ConfigError
 
 
 def say(part: str) -> None:
@@ -43,6 +44,16 @@ def check_target(option: str, path: Path) -> None:
         raise typer.BadParameter(f"{option} is {str(path)!r}; its folder does not exist")
     if path.is_dir():
         raise typer.BadParameter(f"{option} is {str(path)!r}; that is a folder, not a file")
+
+
+def check_device(device: str) -> None:
+    """Raises BadParameter where `--device` cannot be computed on here. It loads torch."""
+    from loopline.engine.engine import require_device
+
+    try:
+        require_device(device)
+    except ConfigError as error:
+        raise typer.BadParameter(f"--{error}") from None
 
 
 def hand_over(

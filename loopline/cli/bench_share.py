@@ -7,7 +7,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from loopline.cli.bench_report import check_targets, command_line, hand_over, say
+from loopline.cli.bench_report import check_device, check_targets, command_line, hand_over, say
 
 _Model = Annotated[
     str,
@@ -52,6 +52,7 @@ def share(
     from loopline.bench.share import ShareBench, measure  # it loads torch, and other commands do without
 
     check_targets(json_path)
+    check_device(device)
     bench = ShareBench(
         model=model,
         random_weights=random_weights,

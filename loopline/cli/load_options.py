@@ -1,14 +1,35 @@
 """Options that `loopline bench session` and `loopline bench burst` share: who is asked, how often, and what is kept."""
 
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from loopline.bench.named_model import spec_of
+from loopline.bench.session_arms import ALLOWED, further_settings
 from loopline.cli.bench_report import check_targets
+from loopline.cli.options import host_and_port, maybe_host_and_port
+from loopline.errors import ConfigError
 
 _TARGETS = "give --engine, or one or more of --address, --arm and --config"
+_OF_ENGINES = (
+    "random_weights",
+    "device",
+    "dtype",
+    "prefix_cache",
+    "working_set",
+    "prefill",
+    "host",
+    "chunk_tokens",
+    "step_tokens",
+    "max_running",
+    "count_calls",
+    "set_",
+)
+_OF_CLUSTERS = ("deadline", "token_file", "ca_file", "cert_file", "key_file")
 
 
 @dataclass(frozen=True)
@@ -44,12 +65,24 @@ class LoadOptions:
     deadline_s: float
     json_path: str | None
     plot_path: Path | None
+    given: Mapping[str, str]
+    """The parameters of the whole command that the command line names, and the option of each."""
+
+
+def _addresses(arms: list[str] | None) -> list[str] | None:
+    for _, address in (_named("--arm", one) for one in arms or ()):
+        host_and_port(address)
+    return arms
 
 
 _Arms = Annotated[
-    list[str] | None, typer.Option("--arm", metavar="NAME=HOST:PORT", help="A running cluster; may be repeated.")
+    list[str] | None,
+    typer.Option("--arm", metavar="NAME=HOST:PORT", help="A running cluster; may be repeated.", callback=_addresses),
 ]
-_Address = Annotated[str | None, typer.Option("--address", metavar="HOST:PORT", help="The same, without a name.")]
+_Address = Annotated[
+    str | None,
+    typer.Option("--address", metavar="HOST:PORT", help="The same, without a name.", callback=maybe_host_and_port),
+]
 _Configs = Annotated[
     list[str] | None,
     typer.Option("--config", metavar="[NAME=]CONFIG", help="A cluster to launch for its turns; may be repeated."),
@@ -85,6 +118,7 @@ _Plot = Annotated[Path | None, typer.Option("--plot", metavar="PATH.png", help="
 
 def load_options(
     *,
+    context: typer.Context,
     arm: _Arms = None,
     address: _Address = None,
     config: _Configs = None,
@@ -113,30 +147,60 @@ def load_options(
     targets = [Target(address, address)] if address is not None else []
     targets += [Target(name, value) for name, value in (_named("--arm", one) for one in arm or ())]
     targets += [_config(one) for one in config or ()]
+    given = _given(context)
     if (engine is None) == (not targets):
         raise typer.BadParameter(_TARGETS)
+    if engine is None:
+        refuse_together("an arm that is a cluster", _OF_ENGINES, given)
+        _distinct("--arm, --address and --config", [target.name for target in targets])
+    else:
+        refuse_together("--engine", _OF_CLUSTERS, given)
+        _check_engine(engine)
     return LoadOptions(
         targets=tuple(targets),
         engine=engine,
         random_weights=random_weights,
         device=device,
         dtype=dtype,
-        prefix_cache=tuple(prefix_cache.split(",")),
-        working_sets=_numbers("--working-set", working_set),
-        prefill=tuple(prefill.split(",")),
-        host=tuple(host.split(",")),
+        prefix_cache=_choices("--prefix-cache", prefix_cache, ALLOWED["prefix_cache"]),
+        working_sets=_factors("--working-set", working_set),
+        prefill=_choices("--prefill", prefill, ALLOWED["prefill"]),
+        host=_choices("--host", host, ALLOWED["host"]),
         chunk_tokens=chunk_tokens,
         step_tokens=step_tokens,
         max_running=max_running,
         counts_calls=count_calls,
-        settings=dict(_named("--set", one) for one in set_ or ()),
+        settings=_settings(set_ or ()),
         rounds=rounds,
         ttft_limit_s=None if ttft_limit_ms is None else ttft_limit_ms / 1e3,
         tpot_limit_s=None if tpot_limit_ms is None else tpot_limit_ms / 1e3,
         deadline_s=deadline,
         json_path=json_path,
         plot_path=plot_path,
+        given=given,
     )
+
+
+def refuse_together(what: str, parameters: Iterable[str], given: Mapping[str, str]) -> None:
+    """Raises BadParameter where one of `parameters` was given, of which none has a meaning beside `what`."""
+    if options := [given[name] for name in parameters if name in given]:
+        raise typer.BadParameter(f"{', '.join(options)}: without a meaning beside {what}")
+
+
+def _given(context: typer.Context) -> dict[str, str]:
+    named = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name and source is not None and source.name == "COMMANDLINE":
+            named[parameter.name] = parameter.opts[0]
+    return named
+
+
+def _check_engine(model: str) -> None:
+    try:
+        spec_of(model)
+    except ConfigError as error:
+        raise typer.BadParameter(f"--engine: {error}") from None
 
 
 def _named(option: str, text: str) -> tuple[str, str]:
@@ -151,8 +215,40 @@ def _config(text: str) -> Target:
     return Target(name, config=Path(path)) if sign else Target(Path(text).stem, config=Path(text))
 
 
-def _numbers(option: str, text: str) -> tuple[float, ...]:
+def _settings(texts: Iterable[str]) -> dict[str, str]:
+    named = [_named("--set", one) for one in texts]
+    _distinct("--set", [name for name, _ in named])
     try:
-        return tuple(float(part) for part in text.split(","))
+        further_settings(dict(named))
+    except ConfigError as error:
+        raise typer.BadParameter(f"--set: {error}") from None
+    return dict(named)
+
+
+def _choices(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    values = tuple(text.split(","))
+    for value in values:
+        if value not in allowed:
+            raise typer.BadParameter(f"{option} has {value!r}; allowed: {', '.join(allowed)}, with commas between")
+    _distinct(option, values)
+    return values
+
+
+def _factors(option: str, text: str) -> tuple[float, ...]:
+    try:
+        values = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"{option} is {text!r}; allowed: numbers with commas between") from None
+    for value in values:
+        if not 0 < value < math.inf:
+            raise typer.BadParameter(f"{option} has {value:g}; allowed: numbers above 0")
+    _distinct(option, [f"{value:g}" for value in values])
+    return values
+
+
+def _distinct(option: str, names: Iterable[str]) -> None:
+    seen = set()
+    for name in names:
+        if name in seen:
+            raise typer.BadParameter(f"{option}: {name} is named twice; every arm has a name of its own")
+        seen.add(name)

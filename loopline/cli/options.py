@@ -20,11 +20,17 @@ TOKEN_FILE_VARIABLE = "LOOPLINE_TOKEN_FILE"
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="Cluster YAML.", show_default=False)]
 
 
-def _host_and_port(address: str) -> str:
+def host_and_port(address: str) -> str:
+    """The same. Raises typer.BadParameter where it is no address."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
         raise typer.BadParameter(f"{address!r} is not HOST:PORT, such as 127.0.0.1:50051")
     return address
+
+
+def maybe_host_and_port(address: str | None) -> str | None:
+    """As `host_and_port`, of an option that need not be given."""
+    return None if address is None else host_and_port(address)
 
 
 Address = Annotated[
@@ -34,7 +40,7 @@ Address = Annotated[
         metavar="HOST:PORT",
         help="The coordinator's address.",
         show_default=False,
-        callback=_host_and_port,
+        callback=host_and_port,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from loopline.bench.engine_sessions import EngineLoad, SessionRun, measure
+from loopline.bench.engine_sessions import SessionRun, measure
 from loopline.bench.load_plot import plot_load
 from loopline.bench.load_report import Watcher
 from loopline.bench.naive_core import NaiveLedger, NaiveScheduler
-from loopline.bench.named_model import folder_of
+from loopline.bench.named_model import folder_of, spec_of
+from loopline.bench.session_arms import EngineLoad, check_prefixes
 from loopline.bench.sessions import SessionShape, Trace, draw_sessions
 from loopline.bench.turn_figures import Limits
 from loopline.cli.main import app
@@ -260,12 +261,50 @@ def test_commands_print_a_table_and_write_json_and_a_trace(tmp_path: Path) -> No
         ([], "--engine"),
         (["--engine", "tiny", "--address", "127.0.0.1:1"], "--engine"),
         (["--arm", "127.0.0.1:1"], "--arm"),
-        (["--engine", "tiny", "--working-set", "x"], "--working-set"),
+        (["--arm", "a=localhost"], "'localhost' is not HOST:PORT"),
+        (["--address", "localhost:x"], "'localhost:x' is not HOST:PORT"),
+        (["--arm", "a=127.0.0.1:1", "--arm", "a=127.0.0.1:2"], "a is named twice"),
+        (["--address", "127.0.0.1:1", "--prefix-cache", "off", "--set", "block_size=8"], "--prefix-cache, --set:"),
+        (["--engine", "no-such"], "--engine: model is 'no-such'"),
+        (["--engine", "tiny", "--deadline", "3"], "--deadline:"),
+        (["--engine", "tiny", "--working-set", "x"], "--working-set is 'x'"),
+        (["--engine", "tiny", "--working-set", "0"], "--working-set has 0"),
+        (["--engine", "tiny", "--working-set", "0.9,0.90"], "--working-set: 0.9 is named twice"),
+        (["--engine", "tiny", "--prefix-cache", "maybe"], "--prefix-cache has 'maybe'; allowed: on, off"),
+        (["--engine", "tiny", "--prefill", "packed,packed"], "--prefill: packed is named twice"),
+        (["--engine", "tiny", "--host", "clever"], "--host has 'clever'"),
+        (["--engine", "tiny", "--set", "num_blocks=3"], "--set: num_blocks is no setting"),
+        (
+            ["--engine", "tiny", "--trace", "none.jsonl", "--sessions", "3", "--drawn-times"],
+            "--sessions, --drawn-times:",
+        ),
+        (["--engine", "tiny", "--write-trace", "none/trace.jsonl"], "--write-trace is 'none/trace.jsonl'"),
+        (["--engine", "tiny", "--device", "cuda:77"], "--device is cuda:77; allowed here: cpu"),
+        (["--engine", "huginn-0125", "--device", "cpu"], "allowed: --set noise_key=position, or --prefix-cache off"),
     ],
 )
-def test_options_that_do_not_fit_are_named(arguments: list[str], named: str) -> None:
+def test_options_that_do_not_fit_are_named_before_anything_is_loaded(arguments: list[str], named: str) -> None:
     result = CliRunner().invoke(app, ["bench", "session", *arguments])
-    assert result.exit_code == 2 and named in result.output
+    assert result.exit_code == 2 and named in _words(result.output), result.output
+
+
+@pytest.mark.parametrize("command", ["engine", "share"])
+def test_a_device_that_is_not_here_is_named(command: str) -> None:
+    result = CliRunner().invoke(app, ["bench", command, "tiny", "--device", "cuda:77"])
+    assert result.exit_code == 2 and "--device is cuda:77; allowed here: cpu" in _words(result.output), result.output
+
+
+def test_noise_by_position_may_be_shared() -> None:
+    load = replace(LOAD, model="huginn-0125")
+    check_prefixes(replace(load, settings={"noise_key": "position"}), spec_of(load.model))
+    check_prefixes(replace(load, prefix_cache=("off",)), spec_of(load.model))
+    with pytest.raises(ConfigError, match="--prefix-cache is on,off, and the noise of huginn-0125"):
+        measure(load, draw_sessions(SHAPE), Limits(), "", Watcher())
+
+
+def _words(output: str) -> str:
+    """What a box on the screen says, as one line."""
+    return " ".join(output.replace("│", " ").split())
 
 
 def test_it_needs_none_of_the_clusters_packages() -> None:
