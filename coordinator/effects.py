@@ -66,6 +66,7 @@ class AttemptFailed:
     cause: Cause
     detail: str
     fault: tuple[WorkerId, ...] = ()  # most likely of this worker, or of the link between these (prefill, decode)
+    begun_s: float | None = None  # when these were given the request, where there is a fault
 
 
 @dataclass(frozen=True)

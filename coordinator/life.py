@@ -114,6 +114,7 @@ class Life:
     hinted_tokens: int = 0  # what the prefill worker was believed to have cached when it was chosen
     stats: HandoffStats | None = None
     left_queue_at_s: float | None = None
+    began_at_s: float | None = None  # the current generation, or the last one
     first_token_at_s: float | None = None
     earlier_workers: list[str] = field(default_factory=list)
     sound_at_s: dict[WorkerId, float] = field(default_factory=dict)  # asked, or seen to know it, for the last time
@@ -168,6 +169,14 @@ class Life:
         if cause in _LINK_FAULTS and self.prefill is not None:
             return (self.prefill.worker, self.decode.worker)
         return ()
+
+    def begin(self, decode: Peer, takes_whole: bool, now_s: float) -> None:
+        """A new generation, at that decode worker; `takes_whole`: it computes the prompt in any case."""
+        self.generation += 1
+        self.decode, self.takes_whole = decode, takes_whole
+        self.sound_at_s[decode.worker] = self.began_at_s = now_s
+        if self.left_queue_at_s is None:
+            self.left_queue_at_s = now_s
 
     def leave_workers(self) -> None:
         """Forget the current generation's workers, keeping their names for the route."""

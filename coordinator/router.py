@@ -52,7 +52,7 @@ class Router:
 
     def failed(self, failed: AttemptFailed, now_s: float, name: Callable[[WorkerId], str]) -> None:
         """Go past whoever is to blame, for a while. `name`: of a worker, for the log."""
-        hold_s = self.avoidance.failed(failed.fault, now_s) if failed.fault else None
+        hold_s = self.avoidance.failed(failed.fault, now_s, failed.begun_s) if failed.fault else None
         if hold_s is not None:
             names = " -> ".join(name(worker) for worker in failed.fault)
             what = "link" if len(failed.fault) > 1 else "worker"

@@ -117,11 +117,7 @@ class Tracker:
         """Ask `decode` to hold blocks: a new generation begins. `takes_whole`: it computes the prompt in any case."""
         life = self._lives[request_id]
         self._lives.move(life, Move.RESERVE)
-        life.generation += 1
-        life.decode, life.takes_whole = decode, takes_whole
-        life.sound_at_s[decode.worker] = self._clock.now_s()
-        if life.left_queue_at_s is None:
-            life.left_queue_at_s = self._clock.now_s()
+        life.begin(decode, takes_whole, self._clock.now_s())
         reserve = Send(decode.worker, Reserve(life.key, life.request, self._remaining_s(life)))
         return [reserve, Send(decode.worker, StartLocalPrefill(life.key))] if takes_whole else [reserve]
 
@@ -356,7 +352,8 @@ class Tracker:
         cancels = self._cancels(life, cause, but=worker)
         is_free = cause in _FREE_REFUSALS
         fault = () if is_loss else life.fault(cause, culprit or worker)
-        failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail, fault)]
+        begun_s = life.began_at_s if fault else None
+        failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail, fault, begun_s)]
         no_progress = _FROM_PREFILL if is_loss or cause is Cause.INTERNAL else 0
         if not is_free and life.delivered_in_attempt <= no_progress:
             life.fruitless_attempts += 1

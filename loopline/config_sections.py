@@ -165,7 +165,7 @@ class TransferConfig(Section):
     poll_interval_s: Seconds = 0.0003
     """Pause of the transfer thread between polls that found nothing; eight times as long after ten quiet seconds."""
     push_timeout_s: Seconds = 30.0
-    """A push that is not done by then has failed."""
+    """A push that is not done by then has failed; a fetch waits no longer either."""
     in_flight_limit_bytes: Count = 2 * 2**30
     """Most bytes on their way from one prefill worker; past it no new chunk is begun."""
     peer_share: Fraction = 0.5

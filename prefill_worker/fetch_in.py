@@ -6,8 +6,9 @@ has cached and this worker has not are pushed into this arena, by the machinery 
                           '-- no answer, another cause, too late --> computed from what is cached here
                                  blocks that the decode worker may still write: quarantined until it has closed
 
-A fetch that comes to nothing costs its request only time. Which blocks the decode worker may write is `ReceiveTable`'s
-alone; this module carries out its effects. Engine thread only; `HandoffOut` owns it.
+A fetch that comes to nothing costs its request only time, and bounded by what it should have taken: the request holds
+a running slot meanwhile. Which blocks the decode worker may write is `ReceiveTable`'s alone; this module carries out
+its effects. Engine thread only; `HandoffOut` owns it.
 """
 
 import logging
@@ -44,6 +45,10 @@ from loopline.worker.events import PrefixAnswered, WriterClosed
 logger = logging.getLogger(__name__)
 _FAULTS = frozenset((Cause.TRANSFER_FAILED, Cause.TRANSFER_TIMEOUT, Cause.CORRUPTED, Cause.INCOMPLETE, Cause.PEER_LOST))
 """Why a fetch came to nothing that will happen again; a cancel or an eviction says nothing of the decode worker."""
+LEAST_LIMIT_S = 5.0
+"""How long any fetch may take: both engines may be in a step, and the first one makes the link."""
+SLOWER = 10
+"""How many times slower than it was measured a link may be, with others on it."""
 FetchEvent = PushArrived | PrefixAnswered | WriterClosed | Quiesced
 """What of the transfer thread and of peers is about fetches."""
 
@@ -78,7 +83,13 @@ class _Fetch:
     allocation: Allocation
     first_block: int
     end_block: int
+    began_s: float
+    limit_s: float
     is_wanted: bool = True
+
+    @property
+    def num_blocks(self) -> int:
+        return self.end_block - self.first_block
 
 
 class FetchIn:
@@ -86,11 +97,11 @@ class FetchIn:
     ends it is, or its blocks are released or in quarantine."""
 
     def __init__(self, engine: Engine, ports: FetchPorts, clock: Clock, limit_s: float) -> None:
-        """`limit_s`: how long a fetch may take."""
+        """`limit_s`: how long a fetch may take at most, however many bytes it has."""
         self._engine = engine
         self._ports = ports
         self._clock = clock
-        self._limit_s = limit_s
+        self._most_limit_s = limit_s
         self._late = Deadlines(clock, lambda key: key in self._fetches)
         self._ask_again_at_s = clock.now_s()
         self._table = ReceiveTable()
@@ -105,10 +116,10 @@ class FetchIn:
     def ignored(self) -> tuple[tuple[str, int], ...]:
         return self._table.ignored()
 
-    def begin(self, start: StartPrefill) -> bool:
+    def begin(self, start: StartPrefill, bytes_per_s: float) -> bool:
         """Take a request whose blocks before `start.first_block` are cached at `start.target`, and fetch those that are
         not cached here. False: they are too few, or there is no room now or others wait for it, whom it would pass;
-        nothing is held, and to have it computed is the caller's."""
+        nothing is held, and to have it computed is the caller's. `bytes_per_s`: of the link; 0: not known."""
         key, request, source, end_block = start.key, start.request, start.target, start.first_block
         scheduler, ledger = self._engine.scheduler, self._engine.ledger
         is_paused = self._pauses.has(source.worker.uuid, self._clock.now_s())
@@ -122,14 +133,15 @@ class FetchIn:
             return False
         first_block = ledger.written_tokens(allocation, request.params.loops) // ledger.block_size
         block_ids = tuple(ledger.block_ids(allocation)[first_block:end_block])
-        self._fetches[key] = _Fetch(source.worker, allocation, first_block, end_block)
+        limit_s = self._limit_s(source.worker, end_block - first_block, bytes_per_s)
+        self._fetches[key] = _Fetch(source.worker, allocation, first_block, end_block, self._clock.now_s(), limit_s)
         self._carry_out(self._table.reserve(key, first_block, block_ids))
         if isinstance(self._table.bind(key, source), Refused):  # it is known to be gone
             self._give_up(key, Cause.PEER_LOST, f"{source.name} is gone")
             return True
         self._ports.entered(FetchState.FETCHING)
-        self._late.add(key, self._limit_s)
-        self._ports.ask_prefix(source, Wanted(key, first_block, runs_of(block_ids), self._limit_s))
+        self._late.add(key, limit_s)
+        self._ports.ask_prefix(source, Wanted(key, first_block, runs_of(block_ids), limit_s))
         return True
 
     def end(self, key: HandoffKey) -> None:
@@ -157,12 +169,21 @@ class FetchIn:
 
     def tick(self) -> None:
         for key in self._late.take_expired():
-            self._give_up(key, Cause.TRANSFER_TIMEOUT, f"it is not here within {self._limit_s:g} s")
+            limit_s = self._fetches[key].limit_s
+            self._give_up(key, Cause.TRANSFER_TIMEOUT, f"it is not here within {limit_s:.1f} s")
         if self._clock.now_s() >= self._ask_again_at_s:
             self._ask_again_at_s = self._clock.now_s() + ASK_AGAIN_S
             self._carry_out(self._table.asks())
 
     # ---- inside
+
+    def _limit_s(self, source: WorkerId, num_blocks: int, bytes_per_s: float) -> float:
+        """How long a fetch of so many blocks may take behind those that are on their way from the same worker."""
+        if not bytes_per_s:
+            return self._most_limit_s
+        ahead = sum(fetch.num_blocks for fetch in self._fetches.values() if fetch.source == source)
+        should_s = (ahead + num_blocks) * self._engine.layout.block_bytes / bytes_per_s
+        return min(self._most_limit_s, max(LEAST_LIMIT_S, SLOWER * should_s))
 
     def _push_arrived(self, arrived: PushArrived) -> None:
         """Of a push that carries a digest the bytes are checked before it counts."""
@@ -219,13 +240,13 @@ class FetchIn:
         self._forgive(fetch.source)
         self._engine.scheduler.start_reserved(fetch.allocation, fetch.end_block * self._engine.ledger.block_size)
         self._ports.entered(FetchState.FETCHED)
-        self._ports.landed(key, fetch.end_block - fetch.first_block)
+        self._ports.landed(key, fetch.num_blocks)
 
     def _gave_up(self, key: HandoffKey, cause: Cause, quarantine: Quarantine | None) -> None:
         """The request is computed all the same, in other blocks where some of these are in quarantine."""
         fetch = self._fetches.pop(key)
         if cause in _FAULTS:
-            self._pauses.failed(fetch.source.uuid, self._clock.now_s())
+            self._pauses.failed(fetch.source.uuid, self._clock.now_s(), fetch.began_s)
         if fetch.is_wanted:
             self._engine.scheduler.reserved.requeue(fetch.allocation)
         else:

@@ -76,7 +76,7 @@ class HandoffOut:
         push_timeout_s: float = 30.0,
     ) -> None:
         """`gate`: the engine's policy asks it; None: nothing is held back. `max_push_bytes`: of one push, if a block is
-        not larger; None: no bound. `push_timeout_s`: how long a fetch may take."""
+        not larger; None: no bound. `push_timeout_s`: how long a fetch may take at most."""
         self._engine = engine
         self._ports = ports
         self._clock = clock
@@ -211,7 +211,8 @@ class HandoffOut:
         granted = start.first_block + sum(run.count for run in start.runs)
         if granted != needed:
             return Cause.INTERNAL, f"{granted} blocks are granted and the prompt has {needed}"
-        if start.fetch_from_tokens and self._fetches.begin(start):
+        bytes_per_s = self._links[start.target.worker.uuid].bytes_per_s
+        if start.fetch_from_tokens and self._fetches.begin(start, bytes_per_s):
             return None
         cause = self._engine.scheduler.submit(start.request)
         return None if cause is None else (cause, f"{start.request.num_known_tokens} prompt tokens")

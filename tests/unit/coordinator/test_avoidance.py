@@ -1,6 +1,7 @@
 """Who fails is gone past for a while, and comes back; a link's fault is not its workers'."""
 
 from coordinator.avoidance import Avoidance
+from coordinator.effects import AttemptFailed
 from coordinator.policies import LeastWork
 from coordinator.registry import Registry
 from coordinator.router import Router
@@ -47,6 +48,24 @@ def test_a_hold_ends_by_itself_and_grows_while_faults_go_on() -> None:
     assert avoidance.avoided(45.0) == Avoided()
 
 
+def test_a_link_that_takes_its_time_to_fail_is_avoided_longer_each_time_it_is_tried() -> None:
+    """Few requests, and each of them ends with the push timeout, which is as long as the longest hold."""
+    clock, router, link, holds_s = VirtualClock(), Router(LeastWork()), (PREFILL, DECODE), []
+    tracker = started(clock)
+    for generation in range(1, 4):
+        clock.s += 30.05
+        effects = tracker.on_request_failed(PREFILL, failed("r1", Cause.TRANSFER_TIMEOUT, generation))
+        assert isinstance(effects[0], AttemptFailed) and effects[0].fault == link
+        router.failed(effects[0], clock.s, str)
+        held_at_s = clock.s
+        while router.avoidance.avoided(clock.s).links:
+            clock.s += 0.5
+        holds_s.append(clock.s - held_at_s)
+        if generation < 3:
+            place(tracker, generation + 1)
+    assert holds_s == [1, 2, 4]
+
+
 def test_a_worker_that_failed_is_gone_past_and_comes_back() -> None:
     router = Router(LeastWork())
     router.avoidance.failed((DECODE,), 0.0)
@@ -69,14 +88,19 @@ def test_a_broken_link_is_avoided_and_its_workers_are_not() -> None:
     assert names(router, one_writer, 0.0 + MOST_HOLD_S) == ("decode-0", "prefill-0")
 
 
-def started() -> Tracker:
-    tracker = Tracker(VirtualClock())
+def started(clock: VirtualClock | None = None) -> Tracker:
+    tracker = Tracker(clock or VirtualClock())
     tracker.admit(request(), 60.0)
-    tracker.reserve("r1", peer("decode-0"))
-    tracker.on_reserved(DECODE, reserved("r1"))
-    tracker.bind("r1", peer("prefill-0"))
-    tracker.on_granted(DECODE, granted("r1", peer("prefill-0")))
+    place(tracker, 1)
     return tracker
+
+
+def place(tracker: Tracker, generation: int) -> None:
+    """The request's next generation, over the link from prefill-0 to decode-0."""
+    tracker.reserve("r1", peer("decode-0"))
+    tracker.on_reserved(DECODE, reserved("r1", generation))
+    tracker.bind("r1", peer("prefill-0"))
+    tracker.on_granted(DECODE, granted("r1", peer("prefill-0"), generation))
 
 
 def test_an_attempt_says_whose_fault_it_was() -> None:

@@ -8,17 +8,19 @@ import pytest
 
 from kvtransfer.commands import Command
 from loopline.fetch_messages import PrefixSent
-from loopline.holds import FIRST_HOLD_S
+from loopline.holds import FIRST_HOLD_S, MOST_HOLD_S
 from loopline.identity import Cause, HandoffKey, Peer, WorkerId
 from loopline.kv.ledger import Allocation
 from loopline.messages import CloseState, StartPrefill
 from loopline.worker.events import PrefixAnswered, WriterClosed
-from prefill_worker.fetch_in import FetchIn, FetchPorts, Wanted
+from prefill_worker.fetch_in import LEAST_LIMIT_S, SLOWER, FetchIn, FetchPorts, Wanted
 from tests.support.scheduling import BLOCK_SIZE, NUM_BLOCKS, HoldPolicy, make, request
 from tests.unit.worker.clocks import OwnClock
 
 SOURCE = Peer(WorkerId("d0", 1), "decode-0", "nowhere:1")
 LIMIT_S = 30.0
+BLOCK_BYTES = 1 << 20
+FAST = 1e9  # bytes a second
 
 
 class Bench:
@@ -37,10 +39,11 @@ class Bench:
             entered=lambda state: None,
             landed=lambda key, num_blocks: None,
         )
-        engine = SimpleNamespace(scheduler=self.scheduler, ledger=self.ledger)
+        layout = SimpleNamespace(block_bytes=BLOCK_BYTES)
+        engine = SimpleNamespace(scheduler=self.scheduler, ledger=self.ledger, layout=layout)
         self.fetches = FetchIn(engine, ports, self.clock, LIMIT_S)  # type: ignore[arg-type]
 
-    def begin(self) -> HandoffKey | None:
+    def begin(self, bytes_per_s: float = FAST) -> HandoffKey | None:
         """A new request; None: it is not fetched for."""
         name = f"r{next(self._numbers)}"
         start = StartPrefill(
@@ -52,7 +55,10 @@ class Bench:
             deadline_s=60.0,
             fetch_from_tokens=1,
         )
-        return start.key if self.fetches.begin(start) else None
+        return start.key if self.fetches.begin(start, bytes_per_s) else None
+
+    def is_fetching(self, key: HandoffKey) -> bool:
+        return key.request_id in self.scheduler.reserved.request_ids
 
     def answer(self, key: HandoffKey, cause: Cause) -> None:
         """The decode worker pushes nothing; the request is taken back too."""
@@ -90,6 +96,54 @@ def test_several_failures_at_once_are_one_pause() -> None:
         bench.answer(key, Cause.PEER_LOST)
     bench.clock.time_s += FIRST_HOLD_S
     assert bench.begin() is not None
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "limit_s"),
+    [
+        (FAST, LEAST_LIMIT_S),
+        (2 * BLOCK_BYTES, SLOWER * 1.0),
+        (2 * BLOCK_BYTES / 100, LIMIT_S),
+        (0.0, LIMIT_S),  # not known
+    ],
+)
+def test_a_fetch_may_take_what_its_bytes_should_take_many_times_over(bytes_per_s: float, limit_s: float) -> None:
+    bench = Bench()
+    key = bench.begin(bytes_per_s)
+    assert key is not None and bench.asked[-1].limit_s == pytest.approx(limit_s)
+    bench.clock.time_s += limit_s - 0.01
+    bench.fetches.tick()
+    assert bench.is_fetching(key) and not bench.scheduler.num_waiting
+    bench.clock.time_s += 0.02
+    bench.fetches.tick()
+    assert not bench.is_fetching(key) and bench.scheduler.num_waiting == 1, "it is computed"
+    assert bench.ledger.counts().quarantined == 2, "a late push may still write them"
+    bench.ledger.audit()
+    bench.fetches.handle(WriterClosed(key, SOURCE.worker, CloseState.CLOSED))
+    assert not bench.ledger.counts().quarantined
+    bench.ledger.audit()
+
+
+def test_a_fetch_waits_for_those_that_are_on_their_way_from_the_same_worker() -> None:
+    bench, bytes_per_s = Bench(), 4 * BLOCK_BYTES
+    assert all(bench.begin(bytes_per_s) for _ in range(3))
+    assert [wanted.limit_s for wanted in bench.asked] == pytest.approx([SLOWER * n * 0.5 for n in (1, 2, 3)])
+
+
+@pytest.mark.parametrize("bytes_per_s", [FAST, 0.0])
+def test_fetches_that_are_lost_without_a_word_are_tried_less_and_less_often(bytes_per_s: float) -> None:
+    bench, pauses_s = Bench(), []
+    for _ in range(7):
+        began_s = bench.clock.time_s
+        while (key := bench.begin(bytes_per_s)) is None:
+            bench.clock.time_s += 0.25
+        pauses_s.append(bench.clock.time_s - began_s)
+        bench.clock.time_s += bench.asked[-1].limit_s
+        bench.fetches.tick()
+        bench.fetches.handle(WriterClosed(key, SOURCE.worker, CloseState.CLOSED))
+        bench.scheduler.remove(key.request_id)
+        bench.ledger.audit()
+    assert pauses_s == [0, 1, 2, 4, 8, 16, MOST_HOLD_S]
 
 
 def test_nothing_is_fetched_past_those_who_wait() -> None:
