@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 10.0
 _COMMIT_LIMIT_S = 10.0
 _COMMIT_RETRY_S = 0.1
+_ANSWER_S = 5.0
+"""How long after its limit a fetch's answer may come: the decode worker keeps to the limit too, and says so."""
 
 
 class PrefillPeering(cluster_pb2_grpc.PeeringServicer):
@@ -68,13 +70,15 @@ class DecodePeers:
         self._calls.start(self._ask_prefix(peer, fetch))
 
     async def _ask_prefix(self, peer: Peer, fetch: FetchPrefix) -> None:
-        """However it ends, the engine thread hears of it."""
+        """However it ends, the engine thread hears of it, and by then has given up itself what is late."""
         sent = PrefixSent(fetch.key, peer.worker, cause=Cause.PEER_LOST, detail=f"{peer.name} was not asked")
         try:
-            answer = await self._calls.stub(peer).FetchPrefix(convert.to_proto(fetch), timeout=fetch.limit_s)
+            answer = await self._calls.stub(peer).FetchPrefix(convert.to_proto(fetch), timeout=fetch.limit_s + _ANSWER_S)
             sent = convert.from_proto(PrefixSent, answer)
         except (grpc.aio.AioRpcError, PeerLost, ValueError) as error:
-            sent = replace(sent, detail=f"{peer.name}: {describe(error)}")
+            is_late = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            cause = Cause.TRANSFER_TIMEOUT if is_late else Cause.PEER_LOST
+            sent = replace(sent, cause=cause, detail=f"{peer.name}: {describe(error)}")
         finally:
             self._to_engine(PrefixAnswered(sent))
 

@@ -9,12 +9,13 @@ import grpc.aio
 import pytest
 
 from loopline.errors import PeerLost
-from loopline.identity import Cause, HandoffKey, Peer, WorkerId
+from loopline.fetch_messages import FetchPrefix, PrefixSent
+from loopline.identity import Cause, HandoffKey, Peer, RegionManifest, WorkerId
 from loopline.messages import CloseState, Commit, CommitAnswer, HandoffClosed, TokenRow
 from loopline.wire import convert
 from loopline.wire._generated.loopline.v1 import cluster_pb2_grpc
 from loopline.wire.channel import bind, server_options
-from loopline.worker.events import CommitAnswered, CommitUndelivered, WriterClosed
+from loopline.worker.events import CommitAnswered, CommitUndelivered, PrefixAnswered, WriterClosed
 from loopline.worker.peer_calls import Answer, PeerCalls
 from loopline.worker.writers import Writers
 from prefill_worker.service import DecodePeers
@@ -22,6 +23,8 @@ from prefill_worker.service import DecodePeers
 KEY = HandoffKey("r", 1)
 COMMIT = Commit(KEY, WorkerId("w", 1), 1, TokenRow("r", 1, 3, 7, 4), ())
 LIMIT_S = 20.0
+FETCH_LIMIT_S = 30.0
+REGION = RegionManifest(0, 4, 64, "DRAM", 0, 4)
 Reply = Callable[[Any], Coroutine[Any, Any, Any]]
 
 
@@ -36,6 +39,9 @@ class ScriptedPeer(cluster_pb2_grpc.PeeringServicer):
         self.peer = Peer(WorkerId("peer", 1), "peer-0", f"127.0.0.1:{bind(self.server, '127.0.0.1', 0)}")
 
     async def CloseHandoff(self, request: Any, context: Any) -> Any:
+        return await self._reply(context)
+
+    async def FetchPrefix(self, request: Any, context: Any) -> Any:
         return await self._reply(context)
 
     async def CommitHandoff(self, request: Any, context: Any) -> Any:
@@ -93,6 +99,10 @@ def with_bench(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
             await bench.peer.server.stop(0)
 
     asyncio.run(main())
+
+
+def a_fetch(bench: Bench) -> FetchPrefix:
+    return FetchPrefix(KEY, bench.peer.peer, b"", REGION, 0, (), FETCH_LIMIT_S)
 
 
 def test_a_dropped_worker_gets_no_channel_again() -> None:
@@ -217,5 +227,41 @@ def test_an_undelivered_commit_is_told() -> None:
         bench.calls.drop(bench.peer.peer.worker)
         bench.decode_peers.deliver_commit(bench.peer.peer, COMMIT)
         assert isinstance(await bench.events.get(), CommitUndelivered)
+
+    with_bench(test)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, Cause.TRANSFER_TIMEOUT),
+        (grpc.StatusCode.UNAVAILABLE, Cause.PEER_LOST),
+        (grpc.StatusCode.INTERNAL, Cause.PEER_LOST),
+    ],
+)
+def test_a_fetch_that_is_not_answered_says_whether_it_was_late(code: grpc.StatusCode, cause: Cause) -> None:
+    async def test(bench: Bench) -> None:
+        bench.peer.script.append(abort(code))
+        await bench.decode_peers._ask_prefix(bench.peer.peer, a_fetch(bench))
+        answered = bench.events.get_nowait()
+        assert isinstance(answered, PrefixAnswered) and answered.sent.cause is cause
+        assert code.name in answered.sent.detail
+
+    with_bench(test)
+
+
+def test_a_fetch_is_asked_for_until_the_decode_worker_has_said_that_it_is_late() -> None:
+    async def test(bench: Bench) -> None:
+        late = PrefixSent(KEY, bench.peer.peer.worker, cause=Cause.TRANSFER_TIMEOUT, detail="not pushed in time")
+        left_s = []
+
+        async def reply(context: Any) -> Any:
+            left_s.append(context.time_remaining())
+            return convert.to_proto(late)
+
+        bench.peer.script.append(reply)
+        await bench.decode_peers._ask_prefix(bench.peer.peer, a_fetch(bench))
+        assert bench.events.get_nowait() == PrefixAnswered(late)
+        assert left_s[0] > FETCH_LIMIT_S
 
     with_bench(test)
