@@ -26,7 +26,10 @@ from tests.support.netns.network import missing
 CUT_S = 10.0
 RETURN_S = 60.0
 DEADLINE_S = 110.0
-CASES = [(prompt_of(n, 40 + 24 * n), 200 + 8 * n) for n in range(6)]
+Case = tuple[tuple[int, ...], int]  # prompt, max_tokens
+CASES: list[Case] = [(prompt_of(n, 40 + 24 * n), 120 + 16 * n) for n in range(6)]
+Expected = dict[tuple[int, ...], tuple[int, ...]]
+LONG: Case = (prompt_of(7, 400), 40)
 pytestmark = pytest.mark.timeout(300)
 PREFILL: dict[str, object] = {"num_blocks": 64, "chunk_tokens": 16}
 DECODE: dict[str, object] = {"num_blocks": 192, "max_running": 16}
@@ -38,10 +41,16 @@ def namespaces() -> None:
         pytest.skip(lacking)
 
 
+@pytest.fixture(scope="module")
+def expected(small_engine: LocalEngine) -> Expected:
+    """What one engine alone answers, by prompt."""
+    return {prompt: alone(small_engine, prompt, max_tokens) for prompt, max_tokens in [*CASES, LONG]}
+
+
 class Streams:
     """Requests that were sent together, from the moment on when all of them stream."""
 
-    def __init__(self, cluster: HostsCluster, cases: Sequence[tuple[tuple[int, ...], int]]) -> None:
+    def __init__(self, cluster: HostsCluster, cases: Sequence[Case]) -> None:
         self._cluster = cluster
         self._pool = ThreadPoolExecutor(len(cases))
         self._first = threading.Semaphore(0)
@@ -73,9 +82,9 @@ def hold_until(moment_s: float) -> None:
     wait_until(lambda: time.monotonic() >= moment_s, "the cut lasts", CUT_S + RETURN_S)
 
 
-def check(answers: Sequence[Completion], cases: Sequence[tuple[tuple[int, ...], int]], engine: LocalEngine) -> None:
+def check(answers: Sequence[Completion], cases: Sequence[Case], expected: Expected) -> None:
     for answer, (prompt, max_tokens) in zip(answers, cases, strict=True):
-        assert answer.token_ids == alone(engine, prompt, max_tokens)
+        assert answer.token_ids == expected[prompt][:max_tokens]
 
 
 def audit(cluster: HostsCluster) -> None:
@@ -102,27 +111,27 @@ def returns(cluster: HostsCluster, before: WorkerInfo) -> None:
     wait_until(lambda: cluster.is_whole(names), "all pairs are back", RETURN_S)
 
 
-def serves_again(cluster: HostsCluster, name: str, engine: LocalEngine) -> None:
+def serves_again(cluster: HostsCluster, name: str, expected: Expected) -> None:
     """Requests come to this worker, too, and end well there."""
 
     def serves() -> bool:
         streams = Streams(cluster, [(prompt, 8) for prompt, _ in CASES[:3]])
         answers = streams.answers()
-        check(answers, [(prompt, 8) for prompt, _ in CASES[:3]], engine)
+        check(answers, [(prompt, 8) for prompt, _ in CASES[:3]], expected)
         routes = [answer.finished.route for answer in answers if answer.finished is not None]
         return any(name in (route.prefill, route.decode) for route in routes)
 
     wait_until(serves, f"{name} serves", RETURN_S)
 
 
-def test_workers_on_other_hosts_serve_and_survive_a_cut_decode_host(small_engine: LocalEngine, tmp_path: Path) -> None:
+def test_workers_on_other_hosts_serve_and_survive_a_cut_decode_host(expected: Expected, tmp_path: Path) -> None:
     with over_hosts(tmp_path, ["prefill", "decode", "decode"], prefill=PREFILL, decode=DECODE) as cluster:
         workers = cluster.workers()
         for host, worker in workers.items():
             assert worker.address.startswith(f"{cluster.net.address(host)}:")
         at_first = {host: cluster.net.received_bytes(host) for host in workers}
         answer = cluster.client.complete(*CASES[5][:1], max_tokens=8, ignore_eos=True)
-        check([answer], [(CASES[5][0], 8)], small_engine)
+        check([answer], [(CASES[5][0], 8)], expected)
         assert answer.finished is not None and answer.finished.handoff.transport == "ucx:tcp"
         taker = answer.finished.route.decode
         assert cluster.net.received_bytes(taker) - at_first[taker] > answer.finished.handoff.num_bytes > 0
@@ -136,15 +145,15 @@ def test_workers_on_other_hosts_serve_and_survive_a_cut_decode_host(small_engine
         hold_until(cut_s + CUT_S)
         cluster.net.restore("decode-0")
         answers = streams.answers()
-        check(answers, CASES, small_engine)
+        check(answers, CASES, expected)
         recovered = [answer for answer in answers if answer.finished is not None and answer.finished.route.earlier]
         assert recovered, "no stream was cut off"
         returns(cluster, victim)
-        serves_again(cluster, "decode-0", small_engine)
+        serves_again(cluster, "decode-0", expected)
         audit(cluster)
 
 
-def test_requests_wait_for_the_only_decode_host(small_engine: LocalEngine, tmp_path: Path) -> None:
+def test_requests_wait_for_the_only_decode_host(expected: Expected, tmp_path: Path) -> None:
     with over_hosts(tmp_path, ["prefill", "decode"], prefill=PREFILL, decode=DECODE) as cluster:
         streams = Streams(cluster, CASES[:4])
         streams.wait_first_tokens()
@@ -156,19 +165,18 @@ def test_requests_wait_for_the_only_decode_host(small_engine: LocalEngine, tmp_p
         hold_until(cut_s + CUT_S)
         assert cluster.client.status().running + cluster.client.status().queued == len(CASES)
         cluster.net.restore("decode-0")
-        check(streams.answers() + late.answers(), CASES, small_engine)
+        check(streams.answers() + late.answers(), CASES, expected)
         returns(cluster, victim)
         audit(cluster)
 
 
-def test_a_handoff_survives_a_cut_prefill_host(small_engine: LocalEngine, tmp_path: Path) -> None:
+def test_a_handoff_survives_a_cut_prefill_host(expected: Expected, tmp_path: Path) -> None:
     """The cable is cut while pushes are on their way; what was lost on it is sent again by tcp when it is back."""
-    case = (prompt_of(7, 400), 40)
     slow = {"prefill-0": Impairment(delay_s=0.1)}
     with over_hosts(tmp_path, ["prefill", "decode"], slow, prefill=PREFILL, decode=DECODE) as cluster:
         before = cluster.net.received_bytes("decode-0")
         victim = cluster.workers()["prefill-0"]
-        streams = Streams(cluster, [case])
+        streams = Streams(cluster, [LONG])
         part = 3 * 98304
         wait_until(lambda: cluster.net.received_bytes("decode-0") > before + part, "three blocks have arrived")
         cluster.net.impair("prefill-0", Impairment(is_cut=True))
@@ -178,19 +186,19 @@ def test_a_handoff_survives_a_cut_prefill_host(small_engine: LocalEngine, tmp_pa
         wait_until(lambda: cluster.workers()["prefill-0"].state == "lost", "its lease runs out")
         hold_until(cut_s + CUT_S)
         assert cluster.net.impair("prefill-0", Impairment()) > 0
-        check(streams.answers(), [case], small_engine)
+        check(streams.answers(), [LONG], expected)
         returns(cluster, victim)
-        serves_again(cluster, "prefill-0", small_engine)
+        serves_again(cluster, "prefill-0", expected)
         audit(cluster)
 
 
-def test_a_host_behind_a_bad_line_serves(small_engine: LocalEngine, tmp_path: Path) -> None:
+def test_a_host_behind_a_bad_line_serves(expected: Expected, tmp_path: Path) -> None:
     """Of its packets 5 % are lost, in both directions, and every one takes 50 ms."""
     bad = {"decode-0": Impairment(loss=0.05, delay_s=0.05)}
     cases = [(prompt, 24) for prompt, _ in CASES[:4]]
     with over_hosts(tmp_path, ["prefill", "decode"], bad, prefill=PREFILL, decode=DECODE) as cluster:
         began_s = time.monotonic()
-        check(Streams(cluster, cases).answers(), cases, small_engine)
+        check(Streams(cluster, cases).answers(), cases, expected)
         took_s = time.monotonic() - began_s
         assert cluster.net.impair("decode-0", bad["decode-0"]) > 0
         assert cluster.workers()["decode-0"].epoch == 1, f"it was lost within {took_s:.1f} s"
