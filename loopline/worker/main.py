@@ -12,6 +12,7 @@ from loopline.errors import OperatorError
 from loopline.sched.policy import RolePolicy
 from loopline.settings import WorkerSettings
 from loopline.telemetry.logs import configure_logging
+from loopline.worker.net_device import with_net_device
 from loopline.worker.reach import find_reach
 from loopline.worker.runtime import EXIT_OPERATOR, BuildRole, run_worker
 
@@ -69,6 +70,7 @@ def parse_worker_arguments(role: str, arguments: Sequence[str] | None) -> Worker
     settings = config.worker_settings(role, name, parsed.coordinator, port=parsed.port, host=reach.host)
     security = config.read_security(with_clients=False)
     settings = replace(settings, advertise=reach.advertise, uuid=parsed.uuid, security=security)
+    settings = replace(settings, transfer=with_net_device(settings.transfer, (reach.advertise, reach.host)))
     if parsed.metrics_port is not None:
         settings = replace(settings, metrics_port=parsed.metrics_port)
     if parsed.without_faults:

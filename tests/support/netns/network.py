@@ -18,6 +18,8 @@ from tests.support.netns.relay import Relay
 
 DEVICE = "net0"
 """A host's own end of its cable."""
+INNER_DEVICE = "inner0"
+"""What every host has besides, and what no peer is reached by."""
 _BRIDGE = "bridge0"
 
 
@@ -80,6 +82,7 @@ class Network:
             _ip("-n", namespace, "address", "add", f"{self.address(host)}/24", "dev", DEVICE)
             _ip("-n", namespace, "link", "set", "lo", "up")
             _ip("-n", namespace, "link", "set", DEVICE, "up")
+            _add_inner_network(namespace)
             self._plug_in(far)
         own, far = f"{self._prefix}-own", f"{self._prefix}-owns"
         _ip("link", "add", own, "type", "veth", "peer", "name", far)
@@ -161,6 +164,14 @@ def _free_subnet() -> str:
     start_at = os.getpid() % 256
     candidates = (f"198.18.{(start_at + n) % 256}" for n in range(256))
     return next(subnet for subnet in candidates if f"{subnet}." not in taken)
+
+
+def _add_inner_network(namespace: str) -> None:
+    """A device that leads nowhere and has the same address on every host, as container engines make one."""
+    _ip("-n", namespace, "link", "add", INNER_DEVICE, "type", "veth", "peer", "name", f"{INNER_DEVICE}s")
+    _ip("-n", namespace, "address", "add", "172.17.0.1/16", "dev", INNER_DEVICE)
+    for device in (INNER_DEVICE, f"{INNER_DEVICE}s"):
+        _ip("-n", namespace, "link", "set", device, "up")
 
 
 def _ip(*arguments: str) -> None:
