@@ -12,8 +12,8 @@ from loopline.messages import CloseState, PushNotice, PushRange
 
 @dataclass(frozen=True)
 class ConnectPeer:
-    """Add a decode worker and warm the link up. Answer: PeerConnected or PeerConnectFailed. Again is fine; after a
-    failure it connects anew."""
+    """Add a decode worker and warm the link up. Answer: PeerConnected or PeerConnectFailed. Again is fine, and checks
+    that the link still leads there; after a failure it connects anew."""
 
     peer: Peer
     metadata: bytes

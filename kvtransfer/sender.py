@@ -100,7 +100,7 @@ class Sender:
         self._clock = clock
         self._emit = emit
         self._read_blocks = read_blocks
-        self._links = Links(agent, region, push_timeout_s, clock, emit, self._is_writing)
+        self._links = Links(agent, region, push_timeout_s, clock, emit, self._is_writing, self._has_flights)
         self._table = SendTable()
         self._outgoing: dict[HandoffKey, _Outgoing] = {}
         self._flights: list[_Flight] = []
@@ -299,3 +299,6 @@ class Sender:
     def _is_writing(self, agent_name: str) -> bool:
         """Is a push to it in flight that may still end well? One past its deadline would hold up the link for ever."""
         return any(flight.link.agent_name == agent_name and not flight.is_late for flight in self._flights)
+
+    def _has_flights(self, agent_name: str) -> bool:
+        return any(flight.link.agent_name == agent_name for flight in self._flights)

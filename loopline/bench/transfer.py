@@ -120,7 +120,8 @@ class Source:
         self._peer = name
         events: list[Event] = []
         clock, timeout_s = MonotonicClock(), self.side.settings.transfer.push_timeout_s
-        links = Links(self.side.agent, self.side.region, timeout_s, clock, events.append, lambda agent: False)
+        nobody = frozenset[str]().__contains__
+        links = Links(self.side.agent, self.side.region, timeout_s, clock, events.append, nobody, nobody)
         worker = WorkerId(name.removeprefix(WorkerId("", 1).agent_name), 1)
         links.connect(ConnectPeer(Peer(worker, "target", "-"), bytes.fromhex(ready["metadata"]), self.target))
         self.side.heat()
