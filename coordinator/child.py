@@ -6,6 +6,7 @@ beside the launcher's gRPC threads, and gRPC aborts a process that forks at the 
 
 import ctypes
 import runpy
+import select
 import signal
 import sys
 
@@ -22,6 +23,10 @@ def die_with_parent() -> None:
 
 def main() -> None:
     die_with_parent()
+    life = select.poll()
+    life.register(int(sys.argv[-1]), select.POLLIN)  # the last argument that `processes.start_child` gives
+    if life.poll(0):  # its end: the parent died before that could be asked for
+        raise SystemExit("nothing is run: whoever started this process is gone")
     module = sys.argv.pop(1)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -17,8 +17,17 @@ _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
 
+@dataclass(frozen=True)
+class OutOfSight:
+    """What is known of a process whom nobody watches any more: it may still run."""
+
+    why: str
+    proven: Callable[[], Awaitable[None]]
+    """Until it is proven to have ended; perhaps for ever."""
+
+
 class Process(Protocol):
-    """A process that a launcher started, wherever it runs. No call but `reap`, `wait` and `proven` waits."""
+    """A process that a launcher started, wherever it runs. No call but `reap` and `wait` waits."""
 
     @property
     def name(self) -> str: ...
@@ -33,17 +42,12 @@ class Process(Protocol):
         """Whether its end has not been seen, and it has not been lost sight of."""
         ...
 
-    async def reap(self) -> int | None:
-        """Wait for its end; the exit status, negative for a signal. None: who watched it is gone, and it may still run.
-        One caller only."""
+    async def reap(self) -> int | OutOfSight:
+        """Wait for its end; the exit status, negative for a signal. One caller only."""
         ...
 
     async def wait(self) -> None:
         """Until `reap` has something to say; for any number of callers."""
-        ...
-
-    async def proven(self) -> None:
-        """Until it is proven to have ended, of one that `reap` knew nothing of; perhaps for ever."""
         ...
 
     def terminate(self) -> None: ...
@@ -99,10 +103,6 @@ class Child:
 
     async def wait(self) -> None:
         """See Process."""
-        await self.process.wait()
-
-    async def proven(self) -> None:
-        """See Process. Its parent reaps it in any case."""
         await self.process.wait()
 
     def terminate(self) -> None:

@@ -1,12 +1,18 @@
-"""What each worker needs of a Ray cluster's node, and which workers are placed together. Pure: no Ray here."""
+"""What each worker needs of a Ray cluster's node, and on which node it is best. Pure: no Ray here."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 from loopline.config import ClusterConfig
 from loopline.errors import ConfigError
 from loopline.identity import Role
-from loopline.launcher_messages import KeptWorker
+
+_ROUNDING = 1e-6  # Ray counts in ten-thousandths
+_NODES_SHOWN = 8
+_HIDDEN = re.compile(":|_group_|memory")  # among resources: those of Ray's own accounts
+Strategy: TypeAlias = Literal["pack", "spread"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,9 @@ class Need:
         return ", ".join(parts + [f"a node with {name}={value}" for name, value in self.labels.items()])
 
 
+Placed: TypeAlias = Iterable[tuple[str, Need]]
+
+
 def need_of(config: ClusterConfig, role: Role) -> Need:
     """A CPU for each of its threads, and one whole GPU where it computes on one. Raises ConfigError for a GPU with a
     number: it is Ray that gives a worker its own, which is the only one that the worker sees."""
@@ -50,61 +59,59 @@ def need_of(config: ClusterConfig, role: Role) -> Need:
     return Need({**own, **custom}, labels)
 
 
-def strategy_of(config: ClusterConfig, role: Role) -> str:
-    """Ray's name of how the role's workers lie over the nodes, as far as there is room."""
-    return "PACK" if role is Role.PREFILL and config.launcher.prefill_placement == "pack" else "SPREAD"
-
-
-@dataclass(eq=False)
-class Group:
-    """Workers of one role that are placed together: a placement group with a bundle for each of them."""
-
-    role: Role
-    holders: list[str | None] = field(default_factory=list)  # by bundle: the worker's name, None: free
-
-    @property
-    def is_empty(self) -> bool:
-        return all(holder is None for holder in self.holders)
+def strategy_of(config: ClusterConfig, role: Role) -> Strategy:
+    """How the role's workers lie over the nodes, as far as there is room."""
+    return "pack" if role is Role.PREFILL and config.launcher.prefill_placement == "pack" else "spread"
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One worker's place: a bundle of a group."""
+class Node:
+    """A living node of a Ray cluster, and what of it is not taken."""
 
-    group: Group
-    bundle: int
+    id: str
+    address: str
+    labels: Mapping[str, str]
+    free: Mapping[str, float]
+
+    def room_for(self, need: Need) -> int:
+        """How many such workers it has room for."""
+        if any(self.labels.get(name) != value for name, value in need.labels.items()):
+            return 0
+        return min(int((self.free.get(name, 0.0) + _ROUNDING) / amount) for name, amount in need.resources.items())
 
 
-class Groups:
-    """Invariant: each expected worker has one slot until it is released. Who comes later takes a free slot of its role
-    first; those for whom there is none make a group of their own."""
+def choose_node(nodes: Sequence[Node], need: Need, strategy: Strategy, of_role: Mapping[str, int]) -> str | None:
+    """The id of the node that the role's next worker belongs on; None: no node has room. `of_role`: how many workers of
+    its role are on each node."""
+    fitting = [(node.room_for(need), node) for node in nodes]
+    fitting = [(room, node) for room, node in fitting if room > 0]
+    if not fitting:
+        return None
+    sign = -1 if strategy == "pack" else 1
+    return min(fitting, key=lambda item: (sign * of_role.get(item[1].id, 0), -item[0], item[1].id))[1].id
 
-    def __init__(self) -> None:
-        self._groups: list[Group] = []
 
-    def slot(self, name: str) -> Slot:
-        """Of a worker that was expected."""
-        group = next(group for group in self._groups if name in group.holders)
-        return Slot(group, group.holders.index(name))
+def less_placed(nodes: Iterable[Node], totals: Mapping[str, Mapping[str, float]], placed: Placed) -> list[Node]:
+    """The nodes with no more free than what this launcher's own workers leave of `totals`, by node: what a node says of
+    itself is older than what was placed there just now. `placed`: a node's id and a need for each worker."""
+    rest = {node: dict(total) for node, total in totals.items()}
+    for node, need in placed:
+        for name, amount in need.resources.items():
+            if node in rest:
+                rest[node][name] = rest[node].get(name, 0.0) - amount
+    return [
+        replace(node, free={name: min(amount, rest[node.id].get(name, 0.0)) for name, amount in node.free.items()})
+        for node in nodes
+    ]
 
-    def expect(self, workers: Iterable[KeptWorker]) -> list[Group]:
-        """The new groups."""
-        missing: dict[Role, list[str | None]] = {}
-        for worker in workers:
-            free = next((g for g in self._groups if g.role is worker.role and None in g.holders), None)
-            if free is None:
-                missing.setdefault(worker.role, []).append(worker.name)
-            else:
-                free.holders[free.holders.index(None)] = worker.name
-        groups = [Group(role, names) for role, names in missing.items()]
-        self._groups += groups
-        return groups
 
-    def release(self, name: str) -> Group | None:
-        """The group, if it was its last worker: its place in the cluster is to be given back."""
-        slot = self.slot(name)
-        slot.group.holders[slot.bundle] = None
-        if not slot.group.is_empty:
-            return None
-        self._groups.remove(slot.group)
-        return slot.group
+def waiting_words(need: Need, nodes: Sequence[Node]) -> str:
+    """What a worker waits for, for people."""
+    shown = [f"{node.address}: {_amounts(node.free)}" for node in nodes[:_NODES_SHOWN]]
+    more = [f"and {len(nodes) - _NODES_SHOWN} more nodes"] if len(nodes) > _NODES_SHOWN else []
+    return f"it needs {need.describe()}, all on one node; free: {'; '.join(shown + more) or 'no node'}"
+
+
+def _amounts(free: Mapping[str, float]) -> str:
+    shown = [f"{amount:g} {name}" for name, amount in sorted(free.items()) if amount > 0 and not _HIDDEN.search(name)]
+    return ", ".join(shown) or "nothing"

@@ -5,20 +5,25 @@ pipe, and by the kernel's signal at its parent's death. No Ray here: this class 
 """
 
 import asyncio
+import contextlib
+import json
+import os
 import shutil
 import socket
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coordinator.processes import Child, start_child
-from coordinator.seat import Seat, end_and_look, seat_of, this_network
+from coordinator.seat import Seat, end_all_with, end_and_look, has_ended, seat_of, this_machine, this_network
 from loopline.errors import OperatorError
 from loopline.security import is_loopback_host
 
 _POLL_S = 0.2
 _CHUNK_BYTES = 1 << 18
+_PREFIX = "loopline-of-ray-"
+_OWNER = "supervisor.json"
 
 
 @dataclass(frozen=True)
@@ -26,8 +31,16 @@ class Started:
     """A worker that runs. `seat` is None if it has ended already."""
 
     pid: int
-    host_name: str
     seat: Seat | None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What is known of a process whose end is to be proven: where it is or, of one whose start nobody heard of, its
+    supervisor and an argument that no other process has."""
+
+    seat: Seat
+    argument: str = ""
 
 
 class Supervisor:
@@ -37,6 +50,12 @@ class Supervisor:
         self._child: Child | None = None
         self._folder: Path | None = None
         self._reaped: asyncio.Task[int] | None = None
+
+    async def introduce(self) -> tuple[str, Seat]:
+        """The host's name, and this process itself."""
+        seat = seat_of(os.getpid())
+        assert seat is not None
+        return socket.gethostname(), seat
 
     async def start(
         self, name: str, module: str, arguments: Sequence[str], config: str, coordinator: str, network: str
@@ -49,14 +68,14 @@ class Supervisor:
                 "own machine reaches; needed: a coordinator.host that all nodes reach"
             )
         assert self._child is None  # one life, one actor
-        self._folder = Path(tempfile.mkdtemp(prefix=f"loopline-{name}-"))
+        self._folder = await asyncio.to_thread(make_folder, name)
         config_path = self._folder / "cluster.yaml"
         config_path.write_text(config, encoding="utf-8")
         arguments = ["--config", str(config_path), *arguments]
         self._child = child = await start_child(name, module, arguments, self._folder / "worker.log")
         seat = seat_of(child.pid)
         self._reaped = asyncio.get_running_loop().create_task(child.reap())
-        return Started(child.pid, socket.gethostname(), seat)
+        return Started(child.pid, seat)
 
     async def wait(self) -> int:
         """Until the process has been reaped; its exit status, negative for a signal."""
@@ -88,6 +107,28 @@ class Supervisor:
         if self._child is not None:
             self._child.kill()
 
-    async def end_and_look(self, seat: Seat) -> bool:
-        """Whether another process of this machine has ended, whose supervisor is gone; see `coordinator.seat`."""
-        return end_and_look(seat)
+    async def end_and_look(self, trace: Trace) -> bool:
+        """Whether another process of this machine has ended, whose supervisor is gone; see `look_for`."""
+        return look_for(trace)
+
+
+def look_for(trace: Trace) -> bool:
+    """Kill it if it still runs, since nobody watches it any more; whether it has ended. On its own machine."""
+    if not end_and_look(trace.seat):
+        return False
+    return not trace.argument or end_all_with(trace.argument)  # its supervisor starts nothing any more
+
+
+def make_folder(name: str) -> Path:
+    """For a worker's log and YAML, and for as long as this process lives: then the next one that makes a folder removes
+    it, unless somebody has."""
+    for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+        with contextlib.suppress(OSError, ValueError, TypeError):  # another's, or gone, or still being written
+            seat = Seat(**json.loads(owner.read_text(encoding="utf-8")))
+            if seat.machine == this_machine() and has_ended(seat):
+                shutil.rmtree(owner.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-"))
+    mine = seat_of(os.getpid())
+    assert mine is not None
+    (folder / _OWNER).write_text(json.dumps(asdict(mine)), encoding="utf-8")
+    return folder

@@ -67,6 +67,30 @@ def end_and_look(seat: Seat) -> bool:
     return has_ended(seat)
 
 
+def end_all_with(argument: str) -> bool:
+    """Kill every process of this machine that was started with this argument, as none but one should have been; whether
+    there is none any more."""
+    found = [seat for pid in _pids() if argument.encode() in _arguments(pid) and (seat := seat_of(pid)) is not None]
+    ended = [end_and_look(seat) for seat in found]  # all are killed, before any is waited for
+    return all(ended)
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in _PROC.iterdir() if path.name.isdigit()]
+
+
+def _arguments(pid: int) -> list[bytes]:
+    """Of a process, by any thread of it: one that ends has none any more."""
+    arguments: list[bytes] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        arguments = (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
+        if arguments == [b""]:
+            for task in (_PROC / str(pid) / "task").iterdir():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                    arguments += (task / "cmdline").read_bytes().split(b"\0")
+    return arguments
+
+
 def _stat(path: Path) -> list[str] | None:
     try:
         return path.read_text().rpartition(")")[2].split()

@@ -203,7 +203,12 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             self._dispatcher.lose(worker, LossReason.STREAM, why)
 
     async def ReportExit(self, message: Any, context: Context) -> Any:
-        _LOG.warning("%s (pid %d) was reaped with exit status %d", message.name, message.pid, message.exit_status)
+        how = (
+            f"ended with exit status {message.exit_status}"
+            if message.HasField("exit_status")
+            else "is proven to be gone"
+        )
+        _LOG.warning("%s (pid %s) %s", message.name, message.pid if message.HasField("pid") else "unknown", how)
         if not message.uuid:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "uuid is empty; needed: who the process was")
         self._dispatcher.on_ended((message.uuid,))

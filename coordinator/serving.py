@@ -9,12 +9,13 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from loopline.errors import OperatorError
 from loopline.security import NO_CREDENTIALS, Credentials
 from loopline.wire.channel import open_channel
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.02
-_LISTEN_S = 30.0
+_LISTEN_S = 120.0  # a busy machine takes its time to load
 
 
 async def wait_serving(address: str, timeout_s: float, credentials: Credentials = NO_CREDENTIALS) -> None:
@@ -31,11 +32,14 @@ async def wait_serving(address: str, timeout_s: float, credentials: Credentials 
             await asyncio.sleep(_POLL_S)
 
 
-async def wait_for_address(listen_file: Path) -> str:
-    """Until a coordinator has written there where it listens: HOST:PORT. Raises TimeoutError."""
-    async with asyncio.timeout(_LISTEN_S):
-        while (address := _read_address(listen_file)) is None:  # noqa: ASYNC110 - a file has no event to wait for
-            await asyncio.sleep(_POLL_S)
+async def wait_for_address(listen_file: Path, limit_s: float = _LISTEN_S) -> str:
+    """Until a coordinator has written there where it listens: HOST:PORT. Raises OperatorError: past the limit."""
+    try:
+        async with asyncio.timeout(limit_s):
+            while (address := _read_address(listen_file)) is None:  # noqa: ASYNC110 - a file has no event to wait for
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise OperatorError(f"the coordinator does not listen after {limit_s:g} s: no {listen_file}") from None
     return address
 
 

@@ -10,21 +10,23 @@ from pathlib import Path
 from typing import Protocol
 
 from coordinator.forking import ForkServer
-from coordinator.processes import Process, start_child
+from coordinator.processes import OutOfSight, Process, start_child
 from loopline.config import ClusterConfig
 from loopline.errors import OperatorError
 from loopline.identity import Role
-from loopline.launcher_messages import KeptWorker
 
 
 @dataclass(frozen=True)
 class Order:
-    """A worker to be started: `python -m module ARGUMENTS`, without those that a starter adds (`--config`, `--host`).
-    `log_path` is on this machine and appended to."""
+    """A worker to be started: `python -m module ARGUMENTS`, without those that a starter adds (`--config`, `--host`,
+    `--coordinator`, `--uuid`). `process`: the uuid that this one process is known by, and no other. `coordinator`:
+    HOST:PORT at which this machine reaches it. `log_path` is on this machine and appended to."""
 
     name: str
     role: Role
+    process: str
     module: str
+    coordinator: str
     arguments: tuple[str, ...]
     log_path: Path
 
@@ -41,20 +43,17 @@ class Starter(Protocol):
         """To be called first. Raises OperatorError."""
         ...
 
-    def coordinator_address(self, address: str) -> str:
-        """Where its workers reach the coordinator that this machine reaches at `address`."""
-        ...
-
-    def expect(self, workers: Sequence[KeptWorker]) -> None:
-        """These are going to be started, and are to be placed together."""
-        ...
-
-    async def start(self, order: Order, left: asyncio.Event) -> Process | None:
-        """The running process; None if `left` was set before there was one. Raises OperatorError or OSError."""
+    async def start(self, order: Order, left: asyncio.Event) -> Process | OutOfSight | None:
+        """The running process; None if `left` was set before there was one; OutOfSight where nobody knows whether there
+        is one. Raises OperatorError or OSError where there is none."""
         ...
 
     def release(self, name: str) -> None:
         """This worker is not started again."""
+        ...
+
+    async def hurry(self) -> None:
+        """Everything is going to be stopped: what is being started ends soon, one way or the other."""
         ...
 
     async def close(self) -> None:
@@ -73,29 +72,39 @@ class LocalStarter:
 
     async def open(self) -> None:
         """See Starter."""
+        if self._forks is not None:
+            await self._forks.open()
 
-    def coordinator_address(self, address: str) -> str:
+    async def start(self, order: Order, left: asyncio.Event) -> Process | OutOfSight | None:
         """See Starter."""
-        return address
-
-    def expect(self, workers: Sequence[KeptWorker]) -> None:
-        """See Starter."""
-
-    async def start(self, order: Order, left: asyncio.Event) -> Process:
-        """See Starter."""
-        arguments = ["--config", str(self._config_path), "--host", self.place, *order.arguments]
+        arguments = ["--config", str(self._config_path), "--host", self.place, *arguments_of(order, order.coordinator)]
         return await start_child(order.name, order.module, arguments, order.log_path, self._forks)
 
     def release(self, name: str) -> None:
         """See Starter."""
 
+    async def hurry(self) -> None:
+        """See Starter. Loading what is to be forked takes long, and nobody needs it any more."""
+        if self._forks is not None:
+            await self._forks.close()
+
     async def close(self) -> None:
         """See Starter."""
+        await self.hurry()
 
 
-def make_starter(config: ClusterConfig, config_path: Path, forks: ForkServer | None = None) -> Starter:
-    """What `launcher.kind` names; `forks` is of use to local. Raises OperatorError where that is not installed."""
+def arguments_of(order: Order, coordinator: str) -> list[str]:
+    """Those that say which worker it is and where its coordinator is, and the order's own."""
+    return ["--name", order.name, "--uuid", order.process, "--coordinator", coordinator, *order.arguments]
+
+
+def make_starter(
+    config: ClusterConfig, config_path: Path, forked_modules: Sequence[str] = (), fork_log: Path | None = None
+) -> Starter:
+    """What `launcher.kind` names. Workers of this machine are forked from a process that has loaded `forked_modules`
+    and writes `fork_log`, if there is one. Raises OperatorError where that kind is not installed."""
     if config.launcher.kind == "local":
+        forks = ForkServer(forked_modules, fork_log) if fork_log is not None else None
         return LocalStarter(config_path, config.launcher.host, forks)
     try:
         from coordinator.ray_starter import RayStarter  # Ray is an extra of its own, that most do without

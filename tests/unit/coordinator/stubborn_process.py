@@ -9,7 +9,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--stubborn", action="store_true")
 parser.add_argument("--fail", action="store_true")
 parser.add_argument("--config", default="")
-parser.add_argument("--coordinator", default="")
+for ignored in ("--coordinator", "--host", "--name", "--uuid"):
+    parser.add_argument(ignored)
 parser.add_argument("--life-fd", type=int, required=True)
 options = parser.parse_args()
 if options.fail:

@@ -5,9 +5,7 @@ import errno
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ import grpc.aio
 import pytest
 
 from coordinator.launcher import Launcher
-from coordinator.processes import Child, Process, start_child
-from coordinator.starters import LocalStarter, Order
+from coordinator.processes import Child, start_child
+from coordinator.serving import wait_for_address
 from loopline.client import AsyncClient
 from loopline.errors import OperatorError, PeerLost
 from loopline.identity import Role
-from loopline.launcher_messages import KeptWorker, WorkerCounts
 from loopline.wire._generated.loopline.v1 import loopline_pb2, loopline_pb2_grpc
 from loopline.wire.channel import open_channel
 from tests.unit.coordinator.cluster import MODEL, WAIT_S, token_at, until
@@ -252,58 +249,6 @@ def test_a_moment_without_processes_ends_no_cluster(tmp_path: Path, monkeypatch:
     asyncio.run(main())
 
 
-class Blinded(Child):
-    """A process whose end nobody sees, until it is proven."""
-
-    async def reap(self) -> int | None:  # type: ignore[override]
-        await super().reap()
-        return None
-
-    async def proven(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, PROVEN.wait, WAIT_S)
-
-
-PROVEN = threading.Event()
-
-
-class BlindStarter(LocalStarter):
-    """Loses sight of every worker that ends."""
-
-    def __init__(self, config_path: Path, host: str) -> None:
-        super().__init__(config_path, host)
-        self.expected: list[str] = []
-        self.released: list[str] = []
-
-    def expect(self, workers: Sequence[KeptWorker]) -> None:
-        self.expected += [worker.name for worker in workers]
-
-    async def start(self, order: Order, left: asyncio.Event) -> Process:  # type: ignore[override]
-        child = await super().start(order, left)
-        return Blinded(child.name, child.process, child.life_fd, child.log_path)
-
-    def release(self, name: str) -> None:
-        self.released.append(name)
-
-
-def test_a_worker_out_of_sight_has_a_successor_at_once_and_is_proven_later(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def main() -> None:
-        config = write_config(tmp_path)
-        starter = BlindStarter(config, "127.0.0.1")
-        launcher = Launcher(config, run_dir=tmp_path / "run", port=0, worker_modules=SCRIPTED, starter=starter)
-        async with launcher:
-            await launcher.wait_serving(LAUNCH_S)
-            assert starter.expected == ["prefill-0", "decode-0"]
-            first = launcher.pids["decode-0"]
-            os.kill(first, signal.SIGKILL)
-            await until(lambda: launcher.pids.get("decode-0", first) != first, "a successor")
-            assert await generate(launcher.address) == [token_at(position) for position in range(5, 10)]
-            assert launcher.report(0).ended == ()
-            PROVEN.set()
-            await until(lambda: "is proven to have ended" in caplog.text, "the proof")
-            assert len(launcher.report(0).ended) == 1
-            launcher.want(WorkerCounts(1, 0))
-            await until(lambda: starter.released == ["decode-0"], "it has left for good")
-
-    asyncio.run(main())
+def test_a_coordinator_that_does_not_listen_is_said_to(tmp_path: Path) -> None:
+    with pytest.raises(OperatorError, match=r"coordinator does not listen after 0.05 s: no .*coordinator.json"):
+        asyncio.run(wait_for_address(tmp_path / "coordinator.json", 0.05))

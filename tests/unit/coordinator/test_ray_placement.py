@@ -1,17 +1,27 @@
-"""What is asked of Ray, and who is placed with whom; needs no Ray."""
+"""What is asked of Ray, and who is placed where; needs no Ray."""
 
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.ray_placement import Groups, need_of, strategy_of
+from coordinator.ray_placement import (
+    Need,
+    Node,
+    Strategy,
+    choose_node,
+    less_placed,
+    need_of,
+    strategy_of,
+    waiting_words,
+)
 from coordinator.starters import make_starter
 from loopline.config import ClusterConfig, load_config
 from loopline.errors import ConfigError, OperatorError
 from loopline.identity import Role
-from loopline.launcher_messages import KeptWorker
 
 
 def config(folder: Path, launcher: str, groups: str = "") -> ClusterConfig:
@@ -35,9 +45,9 @@ def test_a_worker_takes_a_cpu_for_each_thread_and_what_the_yaml_names(tmp_path: 
 
 
 def test_decode_workers_are_spread_and_prefill_workers_as_asked(tmp_path: Path) -> None:
-    for placement, strategy in (("pack", "PACK"), ("spread", "SPREAD")):
+    for placement, strategy in (("pack", "pack"), ("spread", "spread")):
         cluster = config(tmp_path, f"prefill_placement: {placement}")
-        assert (strategy_of(cluster, Role.PREFILL), strategy_of(cluster, Role.DECODE)) == (strategy, "SPREAD")
+        assert (strategy_of(cluster, Role.PREFILL), strategy_of(cluster, Role.DECODE)) == (strategy, "spread")
 
 
 @pytest.mark.parametrize(
@@ -61,39 +71,79 @@ def test_what_cannot_be_asked_of_ray_is_named(launcher: str, groups: str, named:
 
 def test_without_ray_it_is_said_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = config(tmp_path, "restart: always")
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    monkeypatch.delitem(__import__("sys").modules, "coordinator.ray_starter", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for module in ("starter", "process", "calls"):
+        monkeypatch.delitem(sys.modules, f"coordinator.ray_{module}", raising=False)
     with pytest.raises(OperatorError, match=r"launcher.kind is ray, and .*'ray'.*pip install 'loopline\[ray\]'"):
         make_starter(cluster, tmp_path / "cluster.yaml")
 
 
-def kept(*names: str) -> list[KeptWorker]:
-    return [KeptWorker(name, Role(name.partition("-")[0]), leaving=False) for name in names]
+def node(name: str, cpus: float, free: float | None = None, **labels: str) -> Node:
+    return Node(name, f"10.0.0.{name}", labels, {"CPU": cpus if free is None else free, "memory": 1e9, "node:x": 1.0})
 
 
-def test_who_comes_together_shares_a_group_and_free_places_are_taken_first() -> None:
-    groups = Groups()
-    prefill, decode = groups.expect(kept("prefill-0", "decode-0", "decode-1"))
-    assert (prefill.holders, decode.holders) == (["prefill-0"], ["decode-0", "decode-1"])
-    assert groups.release("decode-1") is None
-    (later,) = groups.expect(kept("decode-1", "decode-2", "decode-3"))
-    assert (decode.holders, later.holders) == (["decode-0", "decode-1"], ["decode-2", "decode-3"])
-    assert groups.slot("decode-3").bundle == 1 and groups.slot("decode-3").group is later
-    assert groups.release("decode-2") is None and groups.release("decode-3") is later
-    assert groups.release("prefill-0") is prefill
+ONE = Need({"CPU": 1.0}, {})
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12))
-def test_every_worker_has_one_place_and_empty_groups_go(wanted: list[tuple[int, int]]) -> None:
-    groups, names, made = Groups(), set[str](), []
-    for prefill, decode in wanted:
-        want = {f"prefill-{n}" for n in range(prefill)} | {f"decode-{n}" for n in range(decode)}
-        for name in sorted(names - want):
-            if (gone := groups.release(name)) is not None:
-                made.remove(gone)
-        made += groups.expect(kept(*sorted(want - names)))
-        names = want
-        held = [holder for group in made for holder in group.holders if holder is not None]
-        assert sorted(held) == sorted(names)
-        assert all(not group.is_empty for group in made)
-        assert all(groups.slot(name).group.role is Role(name.partition("-")[0]) for name in names)
+def place(nodes: list[Node], strategy: Strategy, count: int, needs: Need = ONE) -> list[str]:
+    """The node of each of so many workers of a role, one after the other; fewer if there is no more room."""
+    totals = {node.id: dict(node.free) for node in nodes}
+    placed: list[str] = []
+    while len(placed) < count:
+        rest = less_placed(nodes, totals, [(name, needs) for name in placed])
+        chosen = choose_node(rest, needs, strategy, Counter(placed))
+        if chosen is None:
+            break
+        placed.append(chosen)
+    return placed
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(0, 12))
+def test_packed_workers_take_as_few_nodes_as_can_hold_them(cpus: list[int], count: int) -> None:
+    nodes = [node(str(index), own) for index, own in enumerate(cpus)]
+    placed = place(nodes, "pack", count)
+    assert len(placed) == min(count, sum(cpus))
+    fewest, room = 0, 0
+    for own in sorted(cpus, reverse=True):
+        if room < len(placed):
+            fewest, room = fewest + 1, room + own
+    assert len(set(placed)) == fewest
+
+
+@given(st.lists(st.integers(0, 5), max_size=6), st.integers(0, 12))
+def test_spread_workers_lie_as_evenly_as_the_nodes_allow(cpus: list[int], count: int) -> None:
+    nodes = [node(str(index), own) for index, own in enumerate(cpus)]
+    placed = Counter(place(nodes, "spread", count))
+    assert placed.total() == min(count, sum(cpus))
+    with_room = [placed[str(index)] for index, own in enumerate(cpus) if placed[str(index)] < own]
+    assert all(count <= least + 1 for count in placed.values() for least in with_room)
+
+
+def test_prefill_workers_that_are_placed_first_are_packed_however_decode_workers_are_spread() -> None:
+    nodes = [node(name, 4) for name in "abc"]
+    prefill = place(nodes, "pack", 4)
+    rest = less_placed(nodes, {node.id: node.free for node in nodes}, [(name, ONE) for name in prefill])
+    assert len(set(prefill)) == 1 and Counter(place(rest, "spread", 8)) == dict.fromkeys(set("abc") - set(prefill), 4)
+
+
+def test_only_a_node_with_the_labels_and_everything_else_is_chosen() -> None:
+    nodes = [node("1", 4, pool="prefill"), node("2", 1, pool="decode"), node("3", 4, 0.0, pool="decode")]
+    labelled = Need({"CPU": 1.0}, {"pool": "decode"})
+    assert choose_node(nodes, labelled, "spread", {}) == "2"
+    assert choose_node(nodes, Need({"CPU": 2.0}, {"pool": "decode"}), "spread", {}) is None
+    assert choose_node(nodes, Need({"CPU": 1.0, "GPU": 1.0}, {}), "pack", {}) is None
+
+
+def test_what_others_take_counts_and_what_was_just_placed_counts_once() -> None:
+    busy = [node("1", 4, free=1)]  # others have three
+    assert [n.free["CPU"] for n in less_placed(busy, {"1": {"CPU": 4.0}}, [("1", ONE)])] == [1]
+    stale = [node("1", 4, free=4)]  # it has not been heard yet
+    assert [n.free["CPU"] for n in less_placed(stale, {"1": {"CPU": 4.0}}, [("1", ONE), ("gone", ONE)])] == [3]
+
+
+def test_what_a_worker_waits_for_is_said_node_by_node() -> None:
+    nodes = [node("1", 2), node("2", 2, free=0)]
+    said = waiting_words(Need({"CPU": 1.0, "GPU": 1.0}, {}), nodes)
+    assert said == "it needs 1 CPU, 1 GPU, all on one node; free: 10.0.0.1: 2 CPU; 10.0.0.2: nothing"
+    assert waiting_words(ONE, [node(str(n), 1) for n in range(10)]).endswith("10.0.0.7: 1 CPU; and 2 more nodes")
+    assert waiting_words(ONE, []).endswith("free: no node")

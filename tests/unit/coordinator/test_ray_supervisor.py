@@ -1,15 +1,19 @@
 """The supervisor of one worker, without Ray: it is a plain object of which Ray makes an actor."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
+import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
-from coordinator.ray_supervisor import Started, Supervisor
+from coordinator.ray_supervisor import Started, Supervisor, Trace, look_for, make_folder
 from coordinator.seat import Seat, end_and_look, has_ended, seat_of, this_machine, this_network
 from loopline.errors import OperatorError
 from tests.unit.coordinator.cluster import WAIT_S, until
@@ -73,9 +77,9 @@ def test_a_node_that_does_not_reach_the_coordinator_is_refused() -> None:
 def test_a_process_of_a_supervisor_that_is_gone_is_ended_and_its_end_seen() -> None:
     async def main(seat: Seat) -> None:
         supervisor = Supervisor()
-        await supervisor.end_and_look(seat)
+        await supervisor.end_and_look(Trace(seat))
         await until(lambda: has_ended(seat), "it was killed; nobody has reaped it yet")
-        assert await supervisor.end_and_look(seat)
+        assert await supervisor.end_and_look(Trace(seat))
 
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
@@ -94,3 +98,43 @@ def test_another_process_under_the_same_id_is_left_alone() -> None:
     assert mine is not None
     earlier = Seat(mine.machine, mine.pid, mine.start_ticks - 1)
     assert has_ended(earlier) and end_and_look(earlier)
+
+
+def test_a_process_that_nobody_heard_of_is_found_by_its_argument_once_its_supervisor_is_gone(tmp_path: Path) -> None:
+    """The supervisor is a process that has started another, and is not heard of any more."""
+    argument = uuid.uuid4().hex
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()', sys.argv[1]]); input()"
+    command = [sys.executable, "-c", code, argument]
+    pipe = subprocess.PIPE
+
+    async def main(trace: Trace) -> None:
+        await until(lambda: len(pids_with(argument)) == 2, "both run")
+        await until(lambda: look_for(trace), "neither runs any more")
+        assert pids_with(argument) == []
+
+    supervisor = subprocess.Popen(command, stdin=pipe)
+    try:
+        seat = seat_of(supervisor.pid)
+        assert seat is not None
+        asyncio.run(main(Trace(seat, argument)))
+    finally:
+        supervisor.kill()
+        supervisor.communicate()
+
+
+def pids_with(argument: str) -> list[int]:
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if argument in (p.info["cmdline"] or [])]
+
+
+def test_the_next_folder_sweeps_those_of_processes_that_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    first, second = make_folder("decode-0"), make_folder("decode-1")
+    mine = json.loads((first / "supervisor.json").read_text())
+    (first / "supervisor.json").write_text(json.dumps({**mine, "start_ticks": mine["start_ticks"] - 1}))
+    (third := tmp_path / "loopline-of-ray-being-made").mkdir()
+    (fourth := tmp_path / "loopline-of-ray-elsewhere").mkdir()
+    (fourth / "supervisor.json").write_text(json.dumps({**mine, "machine": "another", "start_ticks": 1}))
+    last = make_folder("decode-0")
+    assert sorted(tmp_path.iterdir()) == sorted([second, third, fourth, last])

@@ -1,0 +1,158 @@
+"""A launcher's calls to Ray. The only module that imports it.
+
+Calls that wait are made in threads of their own: some of them wait for as long as Ray's head is away.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # or a call after the end of a connection would start another Ray
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from coordinator.ray_placement import Need, Node
+from coordinator.ray_supervisor import Supervisor
+
+__all__ = ["ActorUnavailableError", "Group", "RayCalls", "RayError", "RayTaskError", "View", "words_of"]
+_THREADS = 32
+_LOOK_S = 1.0
+_END_S = 20.0  # for calls that are under way, then for Ray to let go
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class View:
+    """The living nodes, and all that each of them has, by its id."""
+
+    nodes: list[Node]
+    totals: Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A placement group of one worker."""
+
+    handle: Any
+
+
+class RayCalls:
+    """On one event loop. Whatever fails raises RayError, or one of the kinds that `FAULTS` lists."""
+
+    FAULTS = (RayError, ConnectionError, RuntimeError, ValueError, OSError)
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_THREADS, "ray")
+        self._is_open = False
+
+    async def connect(self, address: str, options: Mapping[str, Any]) -> tuple[str, str]:
+        """Attach to a cluster, or start one (`local`): its address, and this node's."""
+        self._is_open = True  # from here on there may be something to end
+        # In a thread: from the main one Ray would take the signal handlers of this process.
+        return await self._run(_connect, address, options)
+
+    async def view(self) -> View:
+        """What there is now; what is free is some moments old."""
+        return await self._run(_view)
+
+    async def make_group(self, need: Need, node: str | None) -> Group:
+        """Ask for a place on a node, or on another if that one is full, lost or None."""
+        return await self._run(_make_group, need, node)
+
+    async def node_of(self, group: Group) -> str | None:
+        """Wait a moment for the group to have its place; the node's id."""
+        return await self._run(_node_of, group)
+
+    async def is_there(self, group: Group) -> bool:
+        """Whether Ray still keeps the group: it has its place or waits for one."""
+        return await self._run(lambda: _state(group) not in ("", "REMOVED"))
+
+    async def remove(self, group: Group) -> None:
+        """Give its place back. Ray ends what is still in it."""
+        with contextlib.suppress(*self.FAULTS):
+            await self._run(remove_placement_group, group.handle)
+
+    async def supervise(self, need: Need, group: Group) -> Any:
+        """A new actor that is a Supervisor, perhaps not there yet."""
+        return await self._run(_make_actor, need, group)
+
+    async def kill(self, actor: Any) -> None:
+        """End an actor, and with it the worker that it supervises."""
+        with contextlib.suppress(*self.FAULTS):
+            await self._run(ray.kill, actor)
+
+    async def close(self) -> None:
+        """Let go of the cluster, and end it if it is this launch's own. May be repeated."""
+        if self._is_open:
+            self._is_open = False
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            await _within(_END_S, self._threads.shutdown)  # a thread that connects would do so after the end
+            await _within(_END_S, ray.shutdown)
+
+    async def _run(self, call: Callable[..., T], *arguments: Any) -> T:
+        if not self._is_open:
+            raise RuntimeError("not attached to Ray any more")
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+
+
+def words_of(error: BaseException) -> str:
+    """All that Ray says, on one line: what matters most comes last."""
+    return " ".join(str(error).split()) or repr(error)
+
+
+async def _within(limit_s: float, call: Callable[[], Any]) -> None:
+    done = asyncio.ensure_future(asyncio.to_thread(call))
+    await asyncio.wait((done,), timeout=limit_s)
+
+
+def _connect(address: str, options: Mapping[str, Any]) -> tuple[str, str]:
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would say that it leaves the signal handlers alone
+    ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
+    return str(ray.get_runtime_context().gcs_address), str(ray.util.get_node_ip_address())
+
+
+def _view() -> View:
+    free = available_resources_per_node()
+    living = [node for node in ray.nodes() if node["Alive"]]
+    nodes = [
+        Node(node["NodeID"], node["NodeManagerAddress"], node["Labels"], free.get(node["NodeID"], {}))
+        for node in living
+    ]
+    return View(nodes, {node["NodeID"]: node["Resources"] for node in living})
+
+
+def _make_group(need: Need, node: str | None) -> Group:
+    labels = [dict(need.labels)] if need.labels else None
+    hint = {} if node is None else {"_soft_target_node_id": node}  # Ray's only wish for a node that is no condition
+    return Group(placement_group([dict(need.resources)], "STRICT_PACK", bundle_label_selector=labels, **hint))
+
+
+def _state(group: Group) -> str:
+    """Ray's name of it; "": it knows none."""
+    return str(placement_group_table(group.handle).get("state", ""))
+
+
+def _node_of(group: Group) -> str | None:
+    if not group.handle.wait(_LOOK_S):
+        return None
+    table = placement_group_table(group.handle)
+    return str(table["bundles_to_node_id"][0]) if table.get("state") == "CREATED" else None
+
+
+def _make_actor(need: Need, group: Group) -> Any:
+    options = {
+        "num_cpus": need.num_cpus,
+        "num_gpus": need.num_gpus,
+        "max_restarts": 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group.handle, 0),
+    }
+    return ray.remote(Supervisor).options(**options).remote()

@@ -1,0 +1,218 @@
+"""`RayStarter` on a Ray that is not one (`tests.support.fake_ray`): its supervisors and their processes are real."""
+
+import asyncio
+import contextlib
+import importlib
+import signal
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from coordinator.processes import OutOfSight
+from coordinator.starters import Order
+from loopline.config import load_config
+from loopline.errors import OperatorError
+from loopline.identity import Role
+from tests.support.fake_ray import FakeRay, RayError, install
+from tests.unit.coordinator.cluster import WAIT_S, until
+
+MODULE = "tests.unit.coordinator.stubborn_process"
+NODES = {"a": {"CPU": 2.0}, "b": {"CPU": 2.0}}
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
+    fake = FakeRay({node: dict(own) for node, own in NODES.items()})
+    install(monkeypatch, fake)
+    yield fake
+    fake.unblocked.set()
+
+
+@contextlib.asynccontextmanager
+async def opened(folder: Path, **launcher: str) -> AsyncIterator[Any]:
+    path = folder / "cluster.yaml"
+    more = "".join(f", {key}: {value}" for key, value in launcher.items())
+    path.write_text(f"model: {{path: somewhere}}\nlauncher: {{kind: ray{more}}}\n", encoding="utf-8")
+    starter = importlib.import_module("coordinator.ray_starter").RayStarter(load_config(path), path)
+    await starter.open()
+    try:
+        yield starter
+    finally:
+        living = [process for process in starter._living if process.is_alive]
+        for process in living:
+            process.kill()
+            await process.reap()
+        await starter.close()
+
+
+def order(folder: Path, name: str, *arguments: str) -> Order:
+    role = Role(name.partition("-")[0])
+    log_path = folder / f"{name}.log"
+    return Order(name, role, uuid.uuid4().hex, MODULE, "127.0.0.1:50051", arguments, log_path)
+
+
+async def started(starter: Any, folder: Path, *names: str) -> list[Any]:
+    starts = [starter.start(order(folder, name), asyncio.Event()) for name in names]
+    return list(await asyncio.wait_for(asyncio.gather(*starts), WAIT_S))
+
+
+def nodes_of(ray: FakeRay) -> list[str | None]:
+    return [group.node for group in ray.groups if group.state == "CREATED"]
+
+
+def test_prefill_workers_are_packed_and_decode_workers_spread_whoever_is_quicker(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            first, *_ = await started(starter, tmp_path, "prefill-0", "prefill-1", "decode-0", "decode-1")
+            assert nodes_of(ray)[0] == nodes_of(ray)[1] and Counter(nodes_of(ray)) == {"a": 2, "b": 2}
+            assert starter.place == "Ray at 10.0.0.1:6379" and psutil.pid_exists(first.pid)
+            await until(lambda: "started" in (tmp_path / "prefill-0.log").read_text(), "its log has come here")
+            first.terminate()
+            assert await first.reap() == -signal.SIGTERM
+            assert "prefill-0 on fake ended with exit status -15" in first.describe_end()
+
+    asyncio.run(main())
+
+
+def test_on_a_full_cluster_a_worker_that_leaves_makes_room_at_once(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+            leaving, *_ = await started(starter, tmp_path, *names)
+            waiting = asyncio.ensure_future(starter.start(order(tmp_path, "decode-2"), asyncio.Event()))
+            await until(lambda: len(ray.groups) == len(names) + 1, "it has asked for a place")
+            leaving.terminate()
+            await leaving.reap()
+            assert not waiting.done()
+            starter.release("prefill-0")
+            assert (await asyncio.wait_for(waiting, WAIT_S)).is_alive
+            assert Counter(nodes_of(ray)) == {"a": 2, "b": 2}
+
+    asyncio.run(main())
+
+
+def test_one_that_waits_for_room_leaves_when_it_is_told_to(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        ray.nodes = {"a": {"CPU": 0.0}}
+        async with opened(tmp_path) as starter:
+            left = asyncio.Event()
+            waiting = asyncio.ensure_future(starter.start(order(tmp_path, "decode-0"), left))
+            await until(lambda: len(ray.groups) == 1, "it has asked for a place")
+            left.set()
+            assert await asyncio.wait_for(waiting, WAIT_S) is None
+            starter.release("decode-0")
+            await until(lambda: ray.groups[0].state == "REMOVED", "and does not ask any more")
+
+    asyncio.run(main())
+
+
+def test_a_start_whose_answer_is_lost_is_out_of_sight_until_it_is_proven(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            ray.faults["start"] = RayError("the head was away")
+            unheard = order(tmp_path, "decode-0")
+            lost = await starter.start(unheard, asyncio.Event())
+            assert isinstance(lost, OutOfSight) and "the head was away" in lost.why
+            await until(lambda: "kill" in ray.calls, "its supervisor is killed")
+            await asyncio.wait_for(lost.proven(), WAIT_S)
+            await until(lambda: not runs(unheard.process), "it does not run any more")
+            (again,) = await started(starter, tmp_path, "decode-0")
+            assert again.is_alive and len(ray.groups) == 1  # in the same place
+
+    asyncio.run(main())
+
+
+def runs(process: str) -> bool:
+    return any(process in (other.info["cmdline"] or []) for other in psutil.process_iter(["cmdline"]))
+
+
+@pytest.mark.parametrize("call", ["nodes", "placement_group", "actor", "introduce"])
+def test_what_fails_before_there_is_a_process_is_tried_anew(call: str, ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            ray.faults[call] = RayError("the head was away")
+            with pytest.raises(OperatorError, match="its supervisor does not come up: the head was away"):
+                await starter.start(order(tmp_path, "decode-0"), asyncio.Event())
+            assert (await started(starter, tmp_path, "decode-0"))[0].is_alive
+
+    asyncio.run(main())
+
+
+def test_what_a_supervisor_refuses_was_not_started(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("coordinator.ray_starter.this_network", lambda: "another machine's")
+                with pytest.raises(OperatorError, match=r"needed: a coordinator.host that all nodes reach"):
+                    await starter.start(order(tmp_path, "decode-0"), asyncio.Event())
+
+    asyncio.run(main())
+
+
+def test_a_seen_end_does_not_wait_for_ray(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            (process,) = await started(starter, tmp_path, "decode-0")
+            ray.unblocked.clear()
+            process.terminate()
+            assert await asyncio.wait_for(process.reap(), WAIT_S) == -signal.SIGTERM
+            ray.unblocked.set()
+
+    asyncio.run(main())
+
+
+def test_all_that_ray_says_of_a_lost_supervisor_is_told(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            (process,) = await started(starter, tmp_path, "decode-0")
+            ray.actors[0].died.set()
+            lost = await asyncio.wait_for(process.reap(), WAIT_S)
+            assert isinstance(lost, OutOfSight) and lost.why.endswith("ip: 10.0.0.1 killed by OOM")
+            assert "nobody saw its end: The actor died" in process.describe_end()
+            await asyncio.wait_for(lost.proven(), WAIT_S)  # this machine looks for it itself, and kills it
+            await until(lambda: not psutil.pid_exists(process.pid), "it has ended")
+
+    asyncio.run(main())
+
+
+def test_a_group_that_ray_gave_up_is_made_anew(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            (process,) = await started(starter, tmp_path, "decode-0")
+            process.kill()
+            await process.reap()
+            ray.groups[0].state = "REMOVED"
+            assert (await started(starter, tmp_path, "decode-0"))[0].is_alive
+            assert [group.state for group in ray.groups] == ["REMOVED", "CREATED"]
+
+    asyncio.run(main())
+
+
+def test_no_cluster_to_attach_to_is_said_with_rays_reason(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        ray.faults["init"] = ConnectionError("Could not find any\nrunning Ray instance.")
+        with pytest.raises(OperatorError, match=r"launcher.address is auto: .*any running Ray instance.; `ray start"):
+            async with opened(tmp_path):
+                pass
+
+    asyncio.run(main())
+
+
+def test_an_end_lets_go_of_ray_whatever_was_under_way(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            (process,) = await started(starter, tmp_path, "decode-0")
+            process.kill()
+            await process.reap()
+            await starter.close()
+            await starter.close()
+            assert ray.calls.count("shutdown") == 1
+            with pytest.raises(OperatorError, match="not attached to Ray any more"):
+                await starter.start(order(tmp_path, "decode-1"), asyncio.Event())
+
+    asyncio.run(main())
