@@ -75,9 +75,16 @@ class Node:
 
     def room_for(self, need: Need) -> int:
         """How many such workers it has room for."""
-        if any(self.labels.get(name) != value for name, value in need.labels.items()):
+        if not all(_is_label(self.labels.get(name), wanted) for name, wanted in need.labels.items()):
             return 0
         return min(int((self.free.get(name, 0.0) + _ROUNDING) / amount) for name, amount in need.resources.items())
+
+
+def _is_label(value: str | None, wanted: str) -> bool:
+    """As Ray's label selectors have it: `A`, `in(A,B)`, and either after a `!`."""
+    one = wanted.removeprefix("!")
+    some = one[3:-1].split(",") if one.startswith("in(") and one.endswith(")") else [one]
+    return (value in [name.strip() for name in some]) != wanted.startswith("!")
 
 
 def choose_node(nodes: Sequence[Node], need: Need, strategy: Strategy, of_role: Mapping[str, int]) -> str | None:

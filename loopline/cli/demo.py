@@ -16,7 +16,7 @@ from loopline.cli.status import audit_faults
 from loopline.cli.supervise import Interrupts, finish, run_folder, start, unless
 from loopline.client import AsyncClient, Completion
 from loopline.config import ClusterConfig, load_config
-from loopline.errors import LooplineError
+from loopline.errors import ConfigError, LooplineError
 from loopline.intake import RequestOptions
 from loopline.launcher_messages import WorkerCounts
 from loopline.messages import HandoffStats
@@ -53,6 +53,8 @@ def demo(*, config: Config) -> None:
 
 async def _demo(console: Console, path: Path) -> None:
     config = load_config(path)
+    if config.launcher.kind != "local":
+        raise ConfigError(f"launcher.kind is {config.launcher.kind}; allowed with `loopline demo`: local")
     with run_folder(None) as folder, Interrupts() as interrupts:
         launcher = Launcher(path, port=0, run_dir=folder, forks_workers=True)
         counts = WorkerCounts.by_role(lambda role: config.group(role).replicas)

@@ -1,5 +1,6 @@
-"""`launcher.kind: ray` on a real Ray cluster of three nodes: workers run where they were asked for, a lost node loses
-no request, another number of workers comes to the right node, and a worker started by hand joins."""
+"""`launcher.kind: ray` on a real Ray cluster of three nodes: workers run where they were asked for, a lost node or
+supervisor loses no request, another number of workers comes to the right node, also where there is no room to spare,
+and a worker started by hand joins."""
 
 import importlib.util
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loopline.client import WorkerInfo
 from tests.support.cluster import LOOPLINE, ROOT, Cluster, launched, wait_until, write_config
 from tests.support.golden import MODELS
 from tests.support.load import ConstantLoad, ask
@@ -23,8 +25,8 @@ CLIENTS = 4  # more than there are decode workers of the launcher: one that join
 LONG_S = 300.0
 NODES = [
     {"num_cpus": 3, "resources": {"prefill_node": 3}},
-    {"num_cpus": 3, "resources": {"decode_node": 3}},
-    {"num_cpus": 3, "resources": {"decode_node": 3}},
+    {"num_cpus": 3, "labels": {"pool": "decode"}},
+    {"num_cpus": 3, "labels": {"pool": "decode"}},
 ]
 HEAD, FIRST, SECOND = range(3)
 pytestmark = [
@@ -43,13 +45,14 @@ def nodes() -> Iterator[RayNodes]:
         yield running
 
 
-def by_ray(address: str, folder: Path, **groups: dict[str, object]) -> Path:
-    launcher: dict[str, object] = {
-        "kind": "ray",
-        "address": address,
-        "prefill_resources": {"prefill_node": 1},
-        "decode_resources": {"decode_node": 1},
-    }
+BY_LABEL: dict[str, object] = {"decode_labels": {"pool": "decode"}}
+BY_RESOURCE: dict[str, object] = {"decode_resources": {"prefill_node": 1}}
+
+
+def by_ray(address: str, folder: Path, decode: dict[str, object], **groups: dict[str, object]) -> Path:
+    """Prefill workers where there is `prefill_node`, decode workers as said."""
+    own: dict[str, object] = {"kind": "ray", "address": address, "prefill_resources": {"prefill_node": 1}}
+    launcher = {**own, **decode}
     sections: dict[str, dict[str, object]] = {
         "launcher": launcher,
         "prefill": {"replicas": 2, "num_blocks": 64, "chunk_tokens": 16},
@@ -84,8 +87,32 @@ def is_gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_full_node_changes_roles_and_a_lost_supervisor_is_replaced(nodes: RayNodes, tmp_path: Path) -> None:
+    """All workers are of the node that has room for three."""
+    decode: dict[str, object] = {"replicas": 1, "num_blocks": 64}
+    config = by_ray(nodes.address, tmp_path, BY_RESOURCE, decode=decode)
+    with launched(config, tmp_path, ready_s=LONG_S) as cluster:
+        expected = ask(cluster.client, CASES[0]).token_ids
+        scale(cluster, "--prefill", "1", "--decode", "2")
+        names = ["prefill-0", "decode-0", "decode-1"]
+        assert places(cluster, nodes) == dict.fromkeys(names, HEAD)
+        before = cluster.workers()["decode-0"]
+        supervisor = psutil.Process(before.pid).parent()
+        command = psutil.Process(before.pid).cmdline()
+        folder = Path(command[command.index("--config") + 1]).parent
+        assert supervisor is not None and folder.is_dir()
+        supervisor.kill()
+        wait_until(lambda: is_gone(before.pid), "the worker does not outlive its supervisor", LONG_S)
+        wait_until(lambda: has_successor(cluster, before) and cluster.is_whole(names), "it is replaced", LONG_S)
+        wait_until(lambda: "is proven to have ended" in said_by_the_launch(tmp_path), "its end is proven", LONG_S)
+        assert "nobody saw its end: The actor died" in (said := said_by_the_launch(tmp_path)) and " ip: " in said
+        assert not folder.exists()  # the next supervisor of this machine has swept it
+        assert ask(cluster.client, CASES[0]).token_ids == expected
+        cluster.wait_idle()
+
+
 def test_three_nodes_from_start_to_stop(nodes: RayNodes, tmp_path: Path) -> None:
-    config = by_ray(nodes.address, tmp_path)
+    config = by_ray(nodes.address, tmp_path, BY_LABEL)
     with launched(config, tmp_path, ready_s=LONG_S) as cluster:
         first = cluster.workers()
         assert places(cluster, nodes) == {"prefill-0": HEAD, "prefill-1": HEAD} | {
@@ -129,18 +156,18 @@ def join_by_hand(cluster: Cluster, config: Path, folder: Path, load: ConstantLoa
     load.wait_answers(CLIENTS)
 
 
+def has_successor(cluster: Cluster, before: WorkerInfo) -> bool:
+    worker = cluster.workers().get(before.name)
+    return worker is not None and worker.state == "ready" and worker.uuid != before.uuid
+
+
 def lose_a_node(cluster: Cluster, nodes: RayNodes, load: ConstantLoad) -> None:
     """A raylet is killed: its worker ends with it, and has a successor, another process, on the node that is left."""
     before = cluster.workers()
     victim = next(name for name, node in places(cluster, nodes).items() if node == SECOND)
     os.kill(nodes.raylets[SECOND], signal.SIGKILL)
     wait_until(lambda: is_gone(before[victim].pid), "the worker does not outlive its node", LONG_S)
-
-    def has_successor() -> bool:
-        worker = cluster.workers().get(victim)
-        return worker is not None and worker.state == "ready" and worker.uuid != before[victim].uuid
-
-    wait_until(has_successor, "it is started on the other node", LONG_S)
+    wait_until(lambda: has_successor(cluster, before[victim]), "it is started on the other node", LONG_S)
     assert places(cluster, nodes)[victim] == FIRST
     load.wait_answers(CLIENTS)
 
@@ -148,7 +175,7 @@ def lose_a_node(cluster: Cluster, nodes: RayNodes, load: ConstantLoad) -> None:
 def test_a_launch_can_start_a_ray_cluster_of_its_own(tmp_path: Path) -> None:
     """And leaves nothing of it behind, which `launched` looks for."""
     one: dict[str, object] = {"replicas": 1, "num_blocks": 64}
-    with launched(by_ray("local", tmp_path, prefill=one, decode=one), tmp_path, ready_s=LONG_S) as cluster:
+    with launched(by_ray("local", tmp_path, BY_RESOURCE, prefill=one, decode=one), tmp_path, ready_s=LONG_S) as cluster:
         assert ask(cluster.client, CASES[0]).token_ids
         victim = cluster.workers()["decode-0"]
         os.kill(victim.pid, signal.SIGKILL)  # its supervisor reaps it: no question remains

@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
 from tests.support.cluster import ROOT
 
 UP_S = 420.0
+DOWN_S = 120.0
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",
@@ -54,7 +57,19 @@ def ray_nodes(nodes: Sequence[dict[str, Any]]) -> Iterator[RayNodes]:
     finally:
         process.stdin.close()
         process.stdout.close()
-        process.wait(UP_S)
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """It ends its raylets by itself; those of one that does not are killed with it."""
+    try:
+        process.wait(DOWN_S)
+    except subprocess.TimeoutExpired:
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+        process.kill()
+        process.wait()
+        raise
 
 
 def main() -> None:

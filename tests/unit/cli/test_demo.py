@@ -1,15 +1,17 @@
-"""How the demo ends: the logs that its last words name are there."""
+"""Where the demo runs, and how it ends: the logs that its last words name are there."""
 
 import io
 import shutil
+from pathlib import Path
 
 import pytest
 import typer
 from rich.console import Console
 
-from loopline.cli.demo import Answer, conclude, fault_of
+from loopline.cli.demo import Answer, conclude, demo, fault_of
 from loopline.cli.supervise import run_folder
 from loopline.client import Completion, Finished, Token
+from loopline.errors import ConfigError
 from loopline.messages import HandoffStats
 from loopline.request import FinishReason, Route, Timing, Usage
 
@@ -40,3 +42,10 @@ def test_a_demo_wants_a_handoff_where_there_must_be_one() -> None:
     assert fault(None, False) is None
     for missing in (None, HandoffStats(0, 0, 0, "", 0.0)):
         assert fault(missing, True) == "request 1: no KV was handed over"
+
+
+def test_it_runs_on_this_machine_only(tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text("model: {path: somewhere}\nlauncher: {kind: ray}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"launcher.kind is ray; allowed with `loopline demo`: local"):
+        demo(config=config)

@@ -1,10 +1,12 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from coordinator.processes import Child, end_children, start_child
-from tests.unit.coordinator.cluster import until
+from tests.unit.coordinator.cluster import WAIT_S, until
 
 MODULE = "tests.unit.coordinator.stubborn_process"
 
@@ -50,3 +52,12 @@ def test_an_end_is_described_with_the_log(tmp_path: Path) -> None:
         assert child.describe_end().splitlines()[1:] == [f"  line {number}" for number in range(99_980, 100_000)]
 
     asyncio.run(main())
+
+
+def test_a_child_whose_parent_was_gone_before_it_began_runs_nothing() -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(write_fd)
+    command = [sys.executable, "-m", "coordinator.child", MODULE, "--life-fd", str(read_fd)]
+    ended = subprocess.run(command, pass_fds=(read_fd,), capture_output=True, text=True, timeout=WAIT_S)
+    os.close(read_fd)
+    assert ended.returncode == 1 and "nothing is run" in ended.stderr and ended.stdout == ""

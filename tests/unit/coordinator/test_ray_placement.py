@@ -134,6 +134,15 @@ def test_only_a_node_with_the_labels_and_everything_else_is_chosen() -> None:
     assert choose_node(nodes, Need({"CPU": 1.0, "GPU": 1.0}, {}), "pack", {}) is None
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [("a", ["1"]), ("!a", ["2", "3"]), ("in(a, b)", ["1", "2"]), ("!in(a,b)", ["3"]), ("in(c)", [])],
+)
+def test_a_label_may_be_a_selector_of_rays(wanted: str, found: list[str]) -> None:
+    nodes = [node("1", 1, pool="a"), node("2", 1, pool="b"), node("3", 1)]
+    assert [n.id for n in nodes if n.room_for(Need({"CPU": 1.0}, {"pool": wanted}))] == found
+
+
 def test_what_others_take_counts_and_what_was_just_placed_counts_once() -> None:
     busy = [node("1", 4, free=1)]  # others have three
     assert [n.free["CPU"] for n in less_placed(busy, {"1": {"CPU": 4.0}}, [("1", ONE)])] == [1]

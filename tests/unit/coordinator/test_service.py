@@ -279,7 +279,7 @@ def test_a_silent_worker_loses_its_lease_and_what_it_says_later_is_counted() -> 
     run(script, lease_s=0.4)
 
 
-def test_a_reaped_process_is_told_as_proof() -> None:
+def test_a_reaped_process_is_told_as_proof(caplog: pytest.LogCaptureFixture) -> None:
     async def script(cluster: ScriptedCluster) -> None:
         prefill, decode = await cluster.pair()
         stub: Any = cluster_pb2_grpc.ClusterStub
@@ -288,9 +288,13 @@ def test_a_reaped_process_is_told_as_proof() -> None:
             await stub(channel).ReportExit(exit_of(uuid="another"))  # the same name and process id, elsewhere
             assert cluster.dispatcher.readiness.serving
             await stub(channel).ReportExit(exit_of(uuid=decode.register.peer.worker.uuid))
+            await stub(channel).ReportExit(cluster_pb2.WorkerExit(name="decode-1", uuid="unheard of"))
         proven = PeerGone(decode.worker, proven=True)
         await until(lambda: proven in prefill.heard_of(PeerGone), "proof")
         assert not cluster.dispatcher.readiness.serving
+        assert (
+            "ended with exit status -9" in caplog.text and "decode-1 (pid unknown) is proven to be gone" in caplog.text
+        )
 
     run(script)
 
