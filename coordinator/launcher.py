@@ -274,12 +274,12 @@ class Launcher:
         arguments: tuple[str, ...] = ()
         if self._config.faults and name in self._faulted:
             arguments = ("--without-faults",)  # each of them happens once
-        self._faulted.add(name)
         module, log_path = self._worker_modules[role], self._run_dir / f"{name}.log"
         order = Order(name, role, process, module, self.address, arguments, log_path)
         child = await self._starter.start(order, self._left[name])
         if child is None:
             return None
+        self._faulted.add(name)
         if isinstance(child, OutOfSight):
             return _Life(None, child, f"{name} is out of sight since its start: {child.why}")
         self._add_child(child)

@@ -127,7 +127,7 @@ class RayStarter:
             keep(self._tasks, self._calls.kill(supervised.actor))
             if isinstance(error, RayTaskError) and isinstance(error.cause, OperatorError | OSError):
                 raise OperatorError(str(error.cause)) from None
-            trace = Trace(supervised.seat, order.process)
+            trace = Trace(supervised.seat, ("--uuid", order.process))
             return OutOfSight(f"its supervisor does not answer: {words_of(error)}", lambda: self._prove(trace))
 
     def _coordinator_address(self, address: str) -> str:

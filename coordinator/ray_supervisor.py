@@ -37,10 +37,10 @@ class Started:
 @dataclass(frozen=True)
 class Trace:
     """What is known of a process whose end is to be proven: where it is or, of one whose start nobody heard of, its
-    supervisor and an argument that no other process has."""
+    supervisor and arguments that no other process has."""
 
     seat: Seat
-    argument: str = ""
+    arguments: tuple[str, ...] = ()
 
 
 class Supervisor:
@@ -116,7 +116,7 @@ def look_for(trace: Trace) -> bool:
     """Kill it if it still runs, since nobody watches it any more; whether it has ended. On its own machine."""
     if not end_and_look(trace.seat):
         return False
-    return not trace.argument or end_all_with(trace.argument)  # its supervisor starts nothing any more
+    return not trace.arguments or end_all_with(trace.arguments)  # its supervisor starts nothing any more
 
 
 def make_folder(name: str) -> Path:

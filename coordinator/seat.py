@@ -7,6 +7,7 @@ same process ids can give another: a process id and the moment of its start are 
 import contextlib
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,10 +68,11 @@ def end_and_look(seat: Seat) -> bool:
     return has_ended(seat)
 
 
-def end_all_with(argument: str) -> bool:
-    """Kill every process of this machine that was started with this argument, as none but one should have been; whether
-    there is none any more."""
-    found = [seat for pid in _pids() if argument.encode() in _arguments(pid) and (seat := seat_of(pid)) is not None]
+def end_all_with(arguments: Sequence[str]) -> bool:
+    """Kill every process of this machine among whose arguments these are, one after the other, as they are among those
+    of one process at most; whether there is none any more."""
+    wanted = "\0".join(("", *arguments, "")).encode()
+    found = [seat for pid in _pids() if wanted in _arguments(pid) and (seat := seat_of(pid)) is not None]
     ended = [end_and_look(seat) for seat in found]  # all are killed, before any is waited for
     return all(ended)
 
@@ -79,16 +81,16 @@ def _pids() -> list[int]:
     return [int(path.name) for path in _PROC.iterdir() if path.name.isdigit()]
 
 
-def _arguments(pid: int) -> list[bytes]:
-    """Of a process, by any thread of it: one that ends has none any more."""
-    arguments: list[bytes] = []
+def _arguments(pid: int) -> bytes:
+    """Of a process, each with a null byte after it; by any thread of it, since one that ends has none any more."""
+    found = b""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        arguments = (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")
-        if arguments == [b""]:
-            for task in (_PROC / str(pid) / "task").iterdir():
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                    arguments += (task / "cmdline").read_bytes().split(b"\0")
-    return arguments
+        found = (_PROC / str(pid) / "cmdline").read_bytes()
+        tasks = [] if found else [*(_PROC / str(pid) / "task").iterdir()]
+        for task in tasks:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                found += (task / "cmdline").read_bytes()
+    return found
 
 
 def _stat(path: Path) -> list[str] | None:

@@ -49,10 +49,10 @@ BY_LABEL: dict[str, object] = {"decode_labels": {"pool": "decode"}}
 BY_RESOURCE: dict[str, object] = {"decode_resources": {"prefill_node": 1}}
 
 
-def by_ray(address: str, folder: Path, decode: dict[str, object], **groups: dict[str, object]) -> Path:
+def by_ray(address: str, folder: Path, where: dict[str, object], /, **groups: dict[str, object]) -> Path:
     """Prefill workers where there is `prefill_node`, decode workers as said."""
     own: dict[str, object] = {"kind": "ray", "address": address, "prefill_resources": {"prefill_node": 1}}
-    launcher = {**own, **decode}
+    launcher = {**own, **where}
     sections: dict[str, dict[str, object]] = {
         "launcher": launcher,
         "prefill": {"replicas": 2, "num_blocks": 64, "chunk_tokens": 16},

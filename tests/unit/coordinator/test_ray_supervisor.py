@@ -100,26 +100,28 @@ def test_another_process_under_the_same_id_is_left_alone() -> None:
     assert has_ended(earlier) and end_and_look(earlier)
 
 
-def test_a_process_that_nobody_heard_of_is_found_by_its_argument_once_its_supervisor_is_gone(tmp_path: Path) -> None:
+def test_a_process_that_nobody_heard_of_is_found_by_its_arguments_once_its_supervisor_is_gone() -> None:
     """The supervisor is a process that has started another, and is not heard of any more."""
     argument = uuid.uuid4().hex
-    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()', sys.argv[1]]); input()"
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()', '--uuid', sys.argv[1]]); input()"
     command = [sys.executable, "-c", code, argument]
     pipe = subprocess.PIPE
 
     async def main(trace: Trace) -> None:
-        await until(lambda: len(pids_with(argument)) == 2, "both run")
-        await until(lambda: look_for(trace), "neither runs any more")
-        assert pids_with(argument) == []
+        await until(lambda: len(pids_with(argument)) == 3, "all run")
+        await until(lambda: look_for(trace), "neither of the two runs any more")
+        assert pids_with(argument) == [other.pid]
 
     supervisor = subprocess.Popen(command, stdin=pipe)
+    other = subprocess.Popen([sys.executable, "-c", "input()", argument], stdin=pipe)  # somebody who looks for it
     try:
         seat = seat_of(supervisor.pid)
         assert seat is not None
-        asyncio.run(main(Trace(seat, argument)))
+        asyncio.run(main(Trace(seat, ("--uuid", argument))))
     finally:
-        supervisor.kill()
-        supervisor.communicate()
+        for process in (supervisor, other):
+            process.kill()
+            process.communicate()
 
 
 def pids_with(argument: str) -> list[int]:
