@@ -67,7 +67,7 @@ class Fleet:
         if self._stream is not None:
             if before is None:
                 assert self._report is not None  # it came with the stream
-                raise OperatorError(f"another launcher, for {self._report.host}, is attached to this coordinator")
+                raise OperatorError(f"another launcher, for {self._report.place}, is attached to this coordinator")
             self._stream.close()
         unanswered = self._wanted if before is not None and before.revision != self._revision else None
         self._stream = stream = LauncherStream()

@@ -156,7 +156,7 @@ class Launcher:
         """See Keeper."""
         return LauncherReport(
             launcher=self._id,
-            host=self._starter.place,
+            place=self._starter.place,
             restarts=self._config.launcher.restart == "always",
             wanted=self._roster.wanted,
             revision=revision,

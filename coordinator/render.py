@@ -126,7 +126,7 @@ def status_message(
 
 def _launcher(report: LauncherReport) -> Any:
     return loopline_pb2.Launcher(
-        host=report.host,
+        place=report.place,
         restarts=report.restarts,
         prefill=report.wanted.prefill,
         decode=report.wanted.decode,

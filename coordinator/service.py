@@ -227,7 +227,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         try:
             ends = await until_one_ends(self._write_wanted(stream, context), self._read_reports(stream, context))
             for fault in own_faults(ends):
-                _LOG.error("the stream of the launcher for %s failed here", report.host, exc_info=fault)
+                _LOG.error("the stream of the launcher for %s failed here", report.place, exc_info=fault)
         finally:
             self._fleet.detach(stream)
 

@@ -46,7 +46,7 @@ class LauncherReport:
     """What a launcher keeps: a state, sent first and whenever it changed."""
 
     launcher: str  # a uuid, fresh at every start of a launcher
-    host: str  # that its workers listen on, or the Ray cluster that they are placed in
+    place: str  # the host that its workers listen on, or the Ray cluster that they are placed in
     restarts: bool  # whether a worker that ended is started again
     wanted: WorkerCounts
     revision: int  # of the last Wanted of this stream that it took, 0: of none

@@ -92,7 +92,7 @@ def details(found: ClusterStatus) -> Iterator[str]:
         if handoffs:
             yield f"{worker.name} handoffs: {handoffs}"
     if (launcher := found.launcher) is not None:
-        yield f"the launcher for {launcher.host} keeps {wanted_of(launcher)} workers"
+        yield f"the launcher for {launcher.place} keeps {wanted_of(launcher)} workers"
 
 
 def _budget(budget: BudgetCounts) -> str:

@@ -160,10 +160,10 @@ class LaunchedWorker:
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherInfo:
-    """Who starts workers. `prefill`, `decode` and `unified`: how many it is to keep; `restarts`: whether those that end
-    are started again."""
+    """Who starts workers, and where: `place` is an address of its machine, or a Ray cluster. `prefill`, `decode` and
+    `unified`: how many it is to keep; `restarts`: whether those that end are started again."""
 
-    host: str
+    place: str
     restarts: bool
     prefill: int
     decode: int

@@ -120,7 +120,7 @@ def test_three_nodes_from_start_to_stop(nodes: RayNodes, tmp_path: Path) -> None
         }
         assert {node_of(first[name].pid, nodes) for name in ("decode-0", "decode-1")} == {FIRST, SECOND}
         launcher = cluster.client.status().launcher
-        assert launcher is not None and launcher.host == f"Ray at {nodes.address}"
+        assert launcher is not None and launcher.place == f"Ray at {nodes.address}"
         log = (tmp_path / "run" / "decode-0.log").read_text(encoding="utf-8")
         assert log.startswith("--- decode-0 on ") and f"pid {first['decode-0'].pid}\n" in log
         with ThreadPoolExecutor(len(CASES)) as pool:

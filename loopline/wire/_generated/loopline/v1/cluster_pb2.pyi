@@ -527,22 +527,22 @@ class KeptWorker(_message.Message):
     def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class LauncherReport(_message.Message):
-    __slots__ = ("launcher", "host", "restarts", "wanted", "revision", "workers", "ended")
+    __slots__ = ("launcher", "place", "restarts", "wanted", "revision", "workers", "ended")
     LAUNCHER_FIELD_NUMBER: _ClassVar[int]
-    HOST_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ENDED_FIELD_NUMBER: _ClassVar[int]
     launcher: str
-    host: str
+    place: str
     restarts: bool
     wanted: WorkerCounts
     revision: int
     workers: _containers.RepeatedCompositeFieldContainer[KeptWorker]
     ended: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, launcher: _Optional[str] = ..., host: _Optional[str] = ..., restarts: _Optional[bool] = ..., wanted: _Optional[_Union[WorkerCounts, _Mapping]] = ..., revision: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[KeptWorker, _Mapping]]] = ..., ended: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, launcher: _Optional[str] = ..., place: _Optional[str] = ..., restarts: _Optional[bool] = ..., wanted: _Optional[_Union[WorkerCounts, _Mapping]] = ..., revision: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[KeptWorker, _Mapping]]] = ..., ended: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Wanted(_message.Message):
     __slots__ = ("counts", "revision")

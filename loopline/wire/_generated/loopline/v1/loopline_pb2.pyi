@@ -381,20 +381,20 @@ class Status(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[Worker, _Mapping]]] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., serving: _Optional[bool] = ..., epoch: _Optional[int] = ..., launcher: _Optional[_Union[Launcher, _Mapping]] = ...) -> None: ...
 
 class Launcher(_message.Message):
-    __slots__ = ("host", "restarts", "prefill", "decode", "workers", "unified")
-    HOST_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("place", "restarts", "prefill", "decode", "workers", "unified")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     UNIFIED_FIELD_NUMBER: _ClassVar[int]
-    host: str
+    place: str
     restarts: bool
     prefill: int
     decode: int
     workers: _containers.RepeatedCompositeFieldContainer[LaunchedWorker]
     unified: int
-    def __init__(self, host: _Optional[str] = ..., restarts: _Optional[bool] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[LaunchedWorker, _Mapping]]] = ..., unified: _Optional[int] = ...) -> None: ...
+    def __init__(self, place: _Optional[str] = ..., restarts: _Optional[bool] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[LaunchedWorker, _Mapping]]] = ..., unified: _Optional[int] = ...) -> None: ...
 
 class LaunchedWorker(_message.Message):
     __slots__ = ("name", "role", "leaving")
