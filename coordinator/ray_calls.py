@@ -52,13 +52,15 @@ class RayCalls:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "ray")
+        # Ray's own processes end with the thread that started them, so that one begins and ends it all.
+        self._life = ThreadPoolExecutor(1, "ray life")
         self._is_open = False
 
     async def connect(self, address: str, options: Mapping[str, Any]) -> tuple[str, str]:
         """Attach to a cluster, or start one (`local`): its address, and this node's."""
         self._is_open = True  # from here on there may be something to end
         # In a thread: from the main one Ray would take the signal handlers of this process.
-        return await self._run(_connect, address, options)
+        return await asyncio.get_running_loop().run_in_executor(self._life, _connect, address, options)
 
     async def view(self) -> View:
         """What there is now; what is free is some moments old."""
@@ -95,8 +97,11 @@ class RayCalls:
         if self._is_open:
             self._is_open = False
             self._threads.shutdown(wait=False, cancel_futures=True)
-            await _within(_END_S, self._threads.shutdown)  # a thread that connects would do so after the end
-            await _within(_END_S, ray.shutdown)
+            joined = asyncio.ensure_future(asyncio.to_thread(self._threads.shutdown))
+            await asyncio.wait((joined,), timeout=_END_S)
+            ended = self._life.submit(ray.shutdown)  # after a connection that is still being made
+            await asyncio.wait((asyncio.wrap_future(ended),), timeout=_END_S)
+            self._life.shutdown(wait=False)
 
     async def _run(self, call: Callable[..., T], *arguments: Any) -> T:
         if not self._is_open:
@@ -107,11 +112,6 @@ class RayCalls:
 def words_of(error: BaseException) -> str:
     """All that Ray says, on one line: what matters most comes last."""
     return " ".join(str(error).split()) or repr(error)
-
-
-async def _within(limit_s: float, call: Callable[[], Any]) -> None:
-    done = asyncio.ensure_future(asyncio.to_thread(call))
-    await asyncio.wait((done,), timeout=limit_s)
 
 
 def _connect(address: str, options: Mapping[str, Any]) -> tuple[str, str]:
