@@ -124,7 +124,6 @@ def fit_engine(report: Mapping[str, Any], spec: ModelSpec, base: Profile) -> Pro
             "source": f"{machine['command']}, {machine['date']}; memory and links: {base.name}",
             "bytes_per_s": float(report["rates"]["copy_bytes_per_s"]),
             "flops_per_s": {**base.flops_per_s, dtype: float(report["rates"]["matmul_flops_per_s"])},
-            "is_measured": True,
             **fitted,
         }
     )
@@ -144,4 +143,4 @@ def fit_link(report: Mapping[str, Any]) -> Link:
         if a_byte_s > 0:
             push_s = max(0.0, total_s - num_bytes * a_byte_s)
     rate = num_bytes / (total_s - push_s)
-    return Link(peak_bytes_per_s=rate, bytes_per_s=rate, push_s=push_s, is_measured=True)
+    return Link(peak_bytes_per_s=rate, bytes_per_s=rate, push_s=push_s)

@@ -26,7 +26,6 @@ class Link(_Record):
     """What large pushes reach."""
     push_s: float = Field(ge=0)
     """What each push takes beside its bytes: posting, the notice, polls until it is seen."""
-    is_measured: bool = False
 
     def floor_s(self, num_bytes: float) -> float:
         """Seconds below which no transfer of so many bytes can be."""
@@ -49,11 +48,11 @@ class Profile(_Record):
     """Memory: bytes read and written in a large copy."""
     flops_per_s: Mapping[str, float]
     """Large matrix products, by dtype (fp32, bf16)."""
-    weights_efficiency: float = Field(gt=0)
-    """Part of `bytes_per_s` at which steps read weights; above 1 where weights stay in a cache."""
-    kv_efficiency: float = Field(gt=0)
+    weights_efficiency: float = Field(gt=0, le=1)
+    """Part of `bytes_per_s` at which steps read weights; as the other two at most 1, or steps would be below floors."""
+    kv_efficiency: float = Field(gt=0, le=1)
     """Part of `bytes_per_s` at which attention goes through keys and values."""
-    flops_efficiency: float = Field(gt=0)
+    flops_efficiency: float = Field(gt=0, le=1)
     """Part of `flops_per_s` that steps reach."""
     layer_pass_s: float = Field(ge=0)
     """What each layer of a pass takes beside its bytes and operations: starting kernels, or Python."""
@@ -62,8 +61,6 @@ class Profile(_Record):
     links: Mapping[str, Link] = Field(default_factory=dict)
     default_link: str = ""
     """The link of pushes where none is named."""
-    is_measured: bool = False
-    """Whether rates and efficiencies were measured on such a device, and not taken over from another."""
 
     def rate_of(self, dtype: str) -> float:
         """Matrix products of that dtype, operations a second. Raises ConfigError where the profile has none."""

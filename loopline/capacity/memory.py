@@ -1,14 +1,18 @@
-"""What a worker's arena holds: from num_blocks, or what of the device's memory is left for it."""
+"""What a worker's arena holds: from num_blocks, or what of the device's memory is left for it.
+
+`plan_arena` is the planner's. What an engine goes by too, with what it measured in place of estimates, is here once.
+"""
 
 from dataclasses import dataclass
 
 from loopline.capacity.geometry import Geometry
 from loopline.capacity.hardware import Profile
+from loopline.kv.layout import KVLayout
 from loopline.model_spec import DTYPE_BYTES
 from loopline.settings import EngineSettings
 
 SLACK_BYTES = 1536 << 20
-"""What an engine on CUDA leaves free beside what it measured."""
+"""Left free on CUDA beside what was measured: what the driver takes by itself, for its context, kernels and graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +35,27 @@ def plan_arena(settings: EngineSettings, geometry: Geometry, profile: Profile) -
     budget = int(profile.memory_bytes * settings.memory_fraction)
     if settings.device != "cpu":
         budget -= geometry.stored_bytes + workspace_bytes(settings, geometry) + SLACK_BYTES
-    return _arena(blocks_that_fit(settings, geometry, budget), geometry, is_estimate=True)
+    num_blocks = blocks_that_fit(settings, geometry.layout, geometry.spec.context_tokens, budget)
+    return _arena(num_blocks, geometry, is_estimate=True)
 
 
-def blocks_that_fit(settings: EngineSettings, geometry: Geometry, budget_bytes: int) -> int:
-    """Blocks of an arena in so many bytes, as an engine without num_blocks counts them; 0 where none fits."""
-    layout = geometry.layout
-    budget = budget_bytes if settings.max_arena_bytes is None else min(budget_bytes, settings.max_arena_bytes)
-    useful = settings.scheduler.max_running * layout.blocks_for(geometry.spec.context_tokens)
-    return max(0, min(budget // layout.block_bytes - 1, useful))
+def arena_budget(settings: EngineSettings, budget_bytes: int) -> int:
+    """Bytes of an arena where so many are left for it."""
+    return budget_bytes if settings.max_arena_bytes is None else min(budget_bytes, settings.max_arena_bytes)
+
+
+def blocks_that_fit(settings: EngineSettings, layout: KVLayout, context_tokens: int, budget_bytes: int) -> int:
+    """Blocks of an arena without `num_blocks`, the null block not counted: as many as fit what is left, at most
+    `max_arena_bytes`, and never more than `max_running` requests of the whole context could use. 0 where none fits."""
+    useful = settings.scheduler.max_running * layout.blocks_for(context_tokens)
+    return max(0, min(arena_budget(settings, budget_bytes) // layout.block_bytes - 1, useful))
+
+
+def most_prompt_tokens(settings: EngineSettings, depth: int) -> int:
+    """Most prompt tokens of one step whose requests all have this depth."""
+    limits = settings.scheduler
+    tokens = min(limits.max_running * limits.chunk_tokens, limits.max_token_loops // depth)
+    return max(settings.block_size, tokens)
 
 
 def workspace_bytes(settings: EngineSettings, geometry: Geometry) -> int:
@@ -47,11 +63,10 @@ def workspace_bytes(settings: EngineSettings, geometry: Geometry) -> int:
 
     The engine measures it at start; this counts a token's widest layer and six of its states.
     """
-    spec, limits = geometry.spec, settings.scheduler
-    tokens = max(settings.block_size, min(limits.max_running * limits.chunk_tokens, limits.max_token_loops))
+    spec, tokens = geometry.spec, most_prompt_tokens(settings, 1)
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     width = 6 * spec.hidden_size + heads + 3 * spec.intermediate_size
-    return tokens * width * DTYPE_BYTES[geometry.dtype] + 3 * limits.max_running * spec.vocab_size * 4
+    return tokens * width * DTYPE_BYTES[geometry.dtype] + 3 * settings.scheduler.max_running * spec.vocab_size * 4
 
 
 def _arena(num_blocks: int, geometry: Geometry, *, is_estimate: bool) -> ArenaPlan:

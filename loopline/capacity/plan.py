@@ -4,7 +4,7 @@ The pure core of `loopline check`. Rates are of steady work without queues; the 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -17,6 +17,7 @@ from loopline.capacity.workers import (
     TransferPlan,
     Workload,
     mean_context,
+    most_tokens,
     plan_decode,
     plan_prefill,
     plan_transfer,
@@ -38,9 +39,10 @@ class Demand:
     use: dict[str, float | None]
     """Part of what prefill, transfer and decode can do; above 1 requests wait ever longer. None: it can do nothing."""
     rows: float | None
-    """Answers at once in each decode worker; None: more come than can be served."""
+    """Answers at once in each worker that generates; None: more come than can be served."""
     token_s: float | None
-    """Expected time between an answer's tokens."""
+    """Expected time between an answer's tokens, that of other requests' prompts included where a worker computes both.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +105,10 @@ def make_plan(
     None its default. Raises ConfigError for a workload or a link that cannot be."""
     workload.check(spec.context_tokens)
     geometry, roles = geometry_of(config, spec), roles_of(config)
-    prefill = plan_prefill(config.engine_settings(roles[0]), geometry, profiles[0], workload)
+    is_unified = roles == ("unified",)
+    prefill = plan_prefill(config.engine_settings(roles[0]), geometry, profiles[0], workload, answers=is_unified)
     decode = plan_decode(config.engine_settings(roles[-1]), geometry, profiles[1], workload)
-    if roles == ("unified",):
+    if is_unified:
         return _unified(config, geometry, profiles[1], workload, prefill, decode)
     transfers = config.worker_settings("prefill", "p", "").transfer
     transfer = plan_transfer(transfers, geometry, profiles[0], workload, prefill.chunk_tokens, link)
@@ -126,8 +129,11 @@ def make_plan(
         rates=rates,
         prefill_per_decode=balance,
         ratio=None if balance is None else small_ratio(balance),
-        demand=_demand(workload, rates, a_prefill, num_decode, decode, geometry, profiles[1]),
-        notes=tuple(_notes(config, geometry, workload, prefill, decode)),
+        demand=_demand(workload, rates, a_prefill, num_decode, decode, _Steps(geometry, profiles[1], workload)),
+        notes=(
+            *_role_notes(config, geometry, workload, prefill, decode),
+            *_padding_notes("decode", decode, profiles[1]),
+        ),
     )
 
 
@@ -142,7 +148,8 @@ def _unified(
     """Each worker's device computes prompts and steps by turns."""
     both = 1 / (1 / prefill.requests_per_s + 1 / decode.requests_per_s) if prefill.fits and decode.rows else 0.0
     rates = {"unified": config.unified.replicas * both}
-    whole = replace(decode, requests_per_s=both)
+    whole, num_workers = replace(decode, requests_per_s=both), config.unified.replicas
+    busy = 0.0 if workload.rate is None or not both else workload.rate / num_workers / prefill.requests_per_s
     return Plan(
         geometry=geometry,
         workload=workload,
@@ -152,8 +159,11 @@ def _unified(
         rates=rates,
         prefill_per_decode=None,
         ratio=None,
-        demand=_demand(workload, rates, both, config.unified.replicas, whole, geometry, profile),
-        notes=() if decode.rows else ("no such request fits a unified worker",),
+        demand=_demand(workload, rates, both, num_workers, whole, _Steps(geometry, profile, workload, busy)),
+        notes=(
+            *_decode_notes("unified", config, geometry, workload, decode),
+            *_padding_notes("unified", decode, profile),
+        ),
     )
 
 
@@ -165,80 +175,107 @@ def small_ratio(value: float) -> tuple[int, int]:
     return found.numerator, found.denominator
 
 
+@dataclass(frozen=True)
+class _Steps:
+    """Decode steps of one worker, of whose time prompts take the part `busy`."""
+
+    geometry: Geometry
+    profile: Profile
+    workload: Workload
+    busy: float = 0.0
+
+    def expected_s(self, rows: int) -> float:
+        """From one token of an answer to its next; infinite where prompts leave no time."""
+        if self.busy >= 1:
+            return math.inf
+        step = decode_time(self.profile, self.geometry, rows, mean_context(self.workload))
+        return step.expected_s / (1 - self.busy)
+
+
 def _demand(
-    workload: Workload,
-    rates: dict[str, float],
-    a_prefill: float,
-    num_decode: int,
-    decode: DecodePlan,
-    geometry: Geometry,
-    profile: Profile,
+    workload: Workload, rates: dict[str, float], a_prefill: float, num_decode: int, decode: DecodePlan, steps: _Steps
 ) -> Demand | None:
     if workload.rate is None:
         return None
-    rate, steps = workload.rate, workload.new_tokens - 1
-    rows = _running(rate * steps / num_decode, decode.rows, geometry, profile, mean_context(workload))
-    step = None if rows is None else decode_time(profile, geometry, max(1, math.ceil(rows)), mean_context(workload))
+    rate = workload.rate
+    rows = running_rows(rate * (workload.new_tokens - 1) / num_decode, decode.rows, steps.expected_s)
     return Demand(
         prefill_workers=math.ceil(rate / a_prefill) if a_prefill else None,
         decode_workers=math.ceil(rate / decode.requests_per_s) if decode.requests_per_s else None,
         use={part: rate / one if one else None for part, one in rates.items()},
         rows=rows,
-        token_s=None if step is None else step.expected_s,
+        token_s=None if rows is None else steps.expected_s(max(1, math.ceil(rows))),
     )
 
 
-def _running(tokens_per_s: float, most: int, geometry: Geometry, profile: Profile, context: int) -> float | None:
-    """Rows of a worker that makes so many tokens a second: the least batch whose step is not longer than the time in
-    which that many tokens are asked for (Little's law). None where no batch up to `most` is enough."""
+def running_rows(tokens_per_s: float, most: int, step_s: Callable[[int], float]) -> float | None:
+    """Rows of a worker that makes so many tokens a second: of the least batch whose step is not longer than the time in
+    which that many tokens are asked for (Little's law). None where no batch up to `most` is enough.
 
-    def lasts(rows: int) -> float:
-        return tokens_per_s * decode_time(profile, geometry, rows, context).expected_s
-
-    low, high = 1, most
-    if most < 1 or lasts(most) > most:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if lasts(middle) <= middle:
-            high = middle
-        else:
-            low = middle + 1
-    return min(float(low), lasts(low))
+    All are looked at in turn: where rows are padded, a batch of one tile may be enough and one row more is not.
+    """
+    for rows in range(1, most + 1):
+        asked = tokens_per_s * step_s(rows)
+        if asked <= rows:
+            return asked
+    return None
 
 
-def _notes(
-    config: ClusterConfig,
-    geometry: Geometry,
-    workload: Workload,
-    prefill: PrefillPlan,
-    decode: DecodePlan,
+def _role_notes(
+    config: ClusterConfig, geometry: Geometry, workload: Workload, prefill: PrefillPlan, decode: DecodePlan
 ) -> Iterator[str]:
     if config.unified.replicas:
         yield f"{config.unified.replicas} unified workers are not counted in"
-    need = geometry.layout.blocks_for(workload.prompt_tokens + workload.new_tokens)
-    for role, group in (("prefill", prefill), ("decode", decode)):
-        blocks = group.arena.num_blocks
-        wanted = geometry.layout.blocks_for(workload.prompt_tokens) if role == "prefill" else need
-        if blocks is not None and blocks < wanted:
-            yield f"no such request fits: it needs {wanted:,} blocks, and a {role} worker has {blocks:,}"
+    yield from _room_notes("prefill", geometry.layout.blocks_for(workload.prompt_tokens), prefill)
+    yield from _decode_notes("decode", config, geometry, workload, decode)
     if prefill.chunk_tokens < config.prefill.chunk_tokens:
         yield (
             f"chunks are {prefill.chunk_tokens:,} tokens and not prefill.chunk_tokens: prefill.max_token_loops allows "
             f"{config.prefill.max_token_loops:,} / {geometry.loops} loops a step"
         )
-    if decode.rows_limit == "max_token_loops":
-        yield f"{decode.fits - decode.rows:,} answers that fit have no row: decode.max_token_loops allows fewer"
     chunk_bytes, _ = pushed(
         config.worker_settings("prefill", "p", "").transfer, geometry, prefill.chunk_tokens, prefill.chunk_tokens
     )
     share = config.transfer.in_flight_limit_bytes * config.transfer.peer_share
     if chunk_bytes > share:
         yield f"a chunk's KV, {chunk_bytes:,} bytes, is more than a peer's share in flight, {int(share):,}: chunks wait"
-    share_device = config.prefill.device == config.decode.device != "cpu" and config.launcher.kind == "local"
-    if share_device and prefill.requests_per_s and decode.requests_per_s:
+    is_one_device = config.prefill.device == config.decode.device != "cpu" and config.launcher.kind == "local"
+    if is_one_device and prefill.requests_per_s and decode.requests_per_s:
         shared = 1 / (1 / prefill.requests_per_s + 1 / decode.requests_per_s)
         yield (
             f"both roles are on {config.decode.device}: where that is one GPU, its prefill and decode worker together "
             f"serve at most {shared:.3g} requests/s"
         )
+        yield from _shared_memory_notes(config)
+
+
+def _decode_notes(
+    role: str, config: ClusterConfig, geometry: Geometry, workload: Workload, decode: DecodePlan
+) -> Iterator[str]:
+    """Of a role that generates."""
+    yield from _room_notes(role, geometry.layout.blocks_for(most_tokens(workload)), decode)
+    if decode.rows_limit == "max_token_loops":
+        yield f"{decode.fits - decode.rows:,} answers that fit have no row: {role}.max_token_loops allows fewer"
+
+
+def _room_notes(role: str, need: int, group: PrefillPlan | DecodePlan) -> Iterator[str]:
+    blocks = group.arena.num_blocks
+    if blocks is not None and blocks < need:
+        yield f"no such request fits: it needs {need:,} blocks, and a {role} worker has {blocks:,}"
+
+
+def _padding_notes(role: str, decode: DecodePlan, profile: Profile) -> Iterator[str]:
+    """Of a full batch that makes less than one without its last rows."""
+    if decode.whole_tiles_per_s > decode.tokens_per_s:
+        fewer = decode.rows - decode.rows % profile.row_tile
+        yield (
+            f"{decode.rows:,} rows make {decode.tokens_per_s:,.3g} tokens/s and {fewer:,} would make "
+            f"{decode.whole_tiles_per_s:,.3g}: rows are padded to a multiple of {profile.row_tile}; "
+            f"{role}.max_running: {fewer} keeps to whole ones"
+        )
+
+
+def _shared_memory_notes(config: ClusterConfig) -> Iterator[str]:
+    asked = [one.memory_fraction for one in (config.prefill, config.decode) if one.num_blocks is None]
+    if sum(asked) > 1:
+        yield f"on one GPU memory_fraction, {' and '.join(f'{one:g}' for one in asked)}, is more than all of its memory"

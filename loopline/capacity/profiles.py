@@ -2,8 +2,10 @@
 
 Measured: H200, by `loopline bench engine` and `loopline bench transfer` (docs/performance.md). GH200 has the same
 multiprocessors with other memory: its memory rate is the maker's figure times what H200's copy reached of its own
-(4.26 of 4.8 TB/s), and what steps reach of the rates is taken over. Links that nobody measured here are the maker's
-figure less a tenth. The CPU's figures are those of one core of a small server and stand for no machine: measure it.
+(4.26 of 4.8 TB/s), and what steps reach of the rates is taken over. Its memory is what public logs of such machines
+show, 94.9 GiB where the maker says 96 GB and 142.5 GiB where he says 144, less what the driver takes. Links that
+nobody measured here are the maker's figure less a tenth; tcp between GPUs' memory was seen on H200s only. The CPU's
+figures are those of one core of a small server and stand for no machine: measure it.
 """
 
 import json
@@ -21,7 +23,7 @@ from loopline.model_spec import ModelSpec
 
 _HOPPER_FLOPS = {"bf16": 760e12, "fp32": 50e12}  # fp32 as it is spoken of: no tensor cores; bf16 measured
 _INFINIBAND = Link(peak_bytes_per_s=50e9, bytes_per_s=45e9, push_s=0.6e-3)  # NDR: 400 Gbit/s
-_TCP = Link(peak_bytes_per_s=12.5e9, bytes_per_s=0.4e9, push_s=1e-3)  # device memory over 100 Gbit/s; 0.4 measured
+_TCP = Link(peak_bytes_per_s=12.5e9, bytes_per_s=0.4e9, push_s=1e-3)  # of GPUs' memory: seen on one host
 
 
 def _hopper(name: str, memory_bytes: int, bytes_per_s: float, links: Mapping[str, Link], **more: Any) -> Profile:
@@ -44,14 +46,13 @@ _H200 = _hopper(
     139 * 2**30,
     4.26e12,
     {
-        "same-gpu": Link(peak_bytes_per_s=2.54e12, bytes_per_s=2.54e12, push_s=0.42e-3, is_measured=True),
-        "nvlink": Link(peak_bytes_per_s=450e9, bytes_per_s=415e9, push_s=0.59e-3, is_measured=True),
+        "same-gpu": Link(peak_bytes_per_s=2.54e12, bytes_per_s=2.54e12, push_s=0.42e-3),
+        "nvlink": Link(peak_bytes_per_s=450e9, bytes_per_s=415e9, push_s=0.59e-3),
         "infiniband": _INFINIBAND,
         "tcp": _TCP,
     },
     default_link="nvlink",
-    is_measured=True,
-    source="NVIDIA H200 141 GB, 2026-11-30: engine steps, one GPU and two with NVLink; other links by specification",
+    source="measured on NVIDIA H200 (141 GB), 2026-11-30: steps, and the links same-gpu and nvlink",
 )
 
 
@@ -69,7 +70,7 @@ def _gh200(name: str, memory_bytes: int, peak_bytes_per_s: float) -> Profile:
             "tcp": _TCP,
         },
         default_link="infiniband",
-        source="not measured: the maker's memory size and rate; what steps reach of the rates is H200's",
+        source="not measured: the maker's rates, memory as others saw it; what steps reach of the rates is H200's",
     )
 
 
@@ -93,8 +94,8 @@ PROFILES: Mapping[str, Profile] = {
     one.name: one
     for one in (
         _H200,
-        _gh200("gh200-96", 94 * 10**9, 4.0e12),
-        _gh200("gh200-144", 141 * 10**9, 4.9e12),
+        _gh200("gh200-96", 94 * 2**30, 4.0e12),
+        _gh200("gh200-144", 141 * 2**30, 4.9e12),
         _CPU,
     )
 }

@@ -60,6 +60,8 @@ class DecodePlan:
     one_row: Time
     full: Time
     tokens_per_s: float
+    whole_tiles_per_s: float
+    """The same without the rows past the last whole tile of the profile; 0 where there is no whole one."""
     requests_per_s: float
     """0 where no answer fits."""
 
@@ -80,12 +82,22 @@ class TransferPlan:
     requests_per_s: float
 
 
-def plan_prefill(settings: EngineSettings, geometry: Geometry, profile: Profile, workload: Workload) -> PrefillPlan:
-    """A worker that computes prompts all the time, as many side by side as a step takes."""
+def plan_prefill(
+    settings: EngineSettings, geometry: Geometry, profile: Profile, workload: Workload, *, answers: bool = False
+) -> PrefillPlan:
+    """A worker that computes prompts all the time, as many side by side as a step takes.
+
+    `answers`: it generates their answers too, so each holds blocks for that, and a step carries no more prompt tokens
+    than its share beside rows that decode.
+    """
     limits, tokens = settings.scheduler, workload.prompt_tokens
     arena = plan_arena(settings, geometry, profile)
-    fits = _fitting(arena, geometry.layout.blocks_for(tokens), limits.max_running)
+    fits = _answers(settings, geometry, arena, workload)
+    if not answers:
+        fits = _fitting(arena, geometry.layout.blocks_for(tokens), limits.max_running)
     step_tokens = max(1, limits.max_token_loops // geometry.loops)
+    if answers and limits.prefill_tokens_per_loop is not None:
+        step_tokens = min(step_tokens, limits.prefill_tokens_per_loop)
     chunk = min(limits.chunk_tokens, step_tokens)
     prompts = max(1, min(fits, step_tokens // min(chunk, tokens)))
     together = prefill_time(profile, geometry, prompts, tokens, chunk)
@@ -103,8 +115,7 @@ def plan_decode(settings: EngineSettings, geometry: Geometry, profile: Profile, 
     """A worker whose batch is always full. An answer's first token is not its own."""
     limits = settings.scheduler
     arena = plan_arena(settings, geometry, profile)
-    promised = workload.prompt_tokens + math.ceil(limits.growth_share * workload.new_tokens)
-    fits = _fitting(arena, geometry.layout.blocks_for(promised), limits.max_running)
+    fits = _answers(settings, geometry, arena, workload)
     step_rows = max(1, limits.max_token_loops // geometry.loops)
     rows = min(fits, step_rows)
     if rows < fits:
@@ -112,7 +123,8 @@ def plan_decode(settings: EngineSettings, geometry: Geometry, profile: Profile, 
     else:
         limit = "memory" if fits < limits.max_running else "max_running"
     full = decode_time(profile, geometry, max(1, rows), mean_context(workload))
-    tokens_per_s = rows / full.expected_s
+    tokens_per_s, whole = rows / full.expected_s, rows - rows % profile.row_tile
+    whole_s = decode_time(profile, geometry, max(1, whole), mean_context(workload)).expected_s
     return DecodePlan(
         arena=arena,
         fits=fits,
@@ -121,6 +133,7 @@ def plan_decode(settings: EngineSettings, geometry: Geometry, profile: Profile, 
         one_row=decode_time(profile, geometry, 1, mean_context(workload)),
         full=full,
         tokens_per_s=tokens_per_s,
+        whole_tiles_per_s=whole / whole_s,
         requests_per_s=tokens_per_s / (workload.new_tokens - 1),
     )
 
@@ -167,6 +180,21 @@ def pushed(settings: TransferSettings, geometry: Geometry, tokens: int, chunk_to
 def mean_context(workload: Workload) -> int:
     """Tokens that a decode row sees, over its answer."""
     return workload.prompt_tokens + workload.new_tokens // 2
+
+
+def most_tokens(workload: Workload) -> int:
+    """Tokens of a request that ever need KV: the last one's is never read."""
+    return workload.prompt_tokens + workload.new_tokens - 1
+
+
+def _answers(settings: EngineSettings, geometry: Geometry, arena: ArenaPlan, workload: Workload) -> int:
+    """Answers that a worker lets in at once: each with blocks for its prompt and the promised part of its growth, and
+    none that could never grow to its end."""
+    limits, layout = settings.scheduler, geometry.layout
+    if arena.num_blocks is not None and arena.num_blocks < layout.blocks_for(most_tokens(workload)):
+        return 0
+    promised = workload.prompt_tokens + int(limits.growth_share * (workload.new_tokens - 1) + 0.5)
+    return _fitting(arena, layout.blocks_for(promised), limits.max_running)
 
 
 def _fitting(arena: ArenaPlan, blocks_each: int, max_running: int) -> int:

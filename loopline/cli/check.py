@@ -128,7 +128,7 @@ def as_report(
 
 
 def _described(profile: Profile) -> dict[str, Any]:
-    return {"name": profile.name, "source": profile.source, "is_measured": profile.is_measured}
+    return {"name": profile.name, "source": profile.source}
 
 
 def _group(config: ClusterConfig, role: str, plan: Plan) -> dict[str, Any]:

@@ -40,12 +40,16 @@ def _show_model(console: Console, report: dict[str, Any]) -> None:
         f"    {report['packing']:.2f}x the tokens of a layout that keeps every layer at every loop "
         f"({report['unpacked_token_bytes']:,} bytes a token)"
     )
-    for role in ("prefill", "decode"):
-        profile = report["profiles"][role]
-        console.print(f"{role} on {profile['name']}: {profile['source']}")
+    for role, profile in report["profiles"].items():
+        if role == "prefill" or profile != report["profiles"]["prefill"]:
+            console.print(f"{'all' if _is_shared(report) else role} on {profile['name']}: {profile['source']}")
     workload = report["workload"]
     rate = "" if workload["rate"] is None else f", {workload['rate']:g} a second"
     console.print(f"requests of {workload['prompt_tokens']:,} prompt and {workload['new_tokens']:,} new tokens{rate}")
+
+
+def _is_shared(report: dict[str, Any]) -> bool:
+    return all(profile == report["profiles"]["prefill"] for profile in report["profiles"].values())
 
 
 def _holding(report: dict[str, Any]) -> Table:
@@ -101,19 +105,20 @@ def _show_balance(console: Console, report: dict[str, Any]) -> None:
     demand = report["demand"]
     if demand is None:
         return
+    role = "unified" if "unified" in report["rates"] else "decode"
     need = [demand[key] for key in ("prefill_workers", "decode_workers")]
     words = ["no number of" if count is None else f"{count:,}" for count in need]
-    if "unified" in report["rates"]:
+    if role == "unified":
         console.print(f"the rate needs {words[0]} unified workers")
     else:
         console.print(f"the rate needs {words[0]} prefill and {words[1]} decode workers")
     used = ", ".join(f"{part} {'-' if use is None else f'{use:.0%}'}" for part, use in demand["use"].items())
     console.print(f"used: {used}")
     if demand["rows"] is None:
-        console.print("more answers come than decode workers make")
+        console.print(f"more answers come than {role} workers make")
     else:
         console.print(
-            f"{demand['rows']:.3g} answers at once in each decode worker, {_ms(demand['token_s'])} ms a token"
+            f"{demand['rows']:.3g} answers at once in each {role} worker, {_ms(demand['token_s'])} ms a token"
         )
 
 

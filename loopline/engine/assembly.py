@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import PackedPlan, PackedRun
+from loopline.capacity.memory import SLACK_BYTES, most_prompt_tokens
 from loopline.engine.accuracy_gate import choose_prefill, gate_prompts
 from loopline.engine.batch import pinned_copier, signed_seed
 from loopline.engine.capacity import free_bytes
@@ -34,8 +35,6 @@ from loopline.sched.plan import RowRun
 from loopline.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
-_SLACK_BYTES = 1536 << 20
-"""Left free beside what was measured: what the driver takes by itself, as for its context, kernels and graphs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +54,7 @@ def memory_budget(settings: EngineSettings, model: LoopedModel, layout: KVLayout
     _return_unused()
     weights = torch.cuda.memory_reserved(settings.device)
     workspace = _workspace_bytes(settings, model, layout)
-    budget = int(free_at_start * settings.memory_fraction) - weights - workspace - _SLACK_BYTES
+    budget = int(free_at_start * settings.memory_fraction) - weights - workspace - SLACK_BYTES
     logger.info(
         "%s: %.2f GiB free at start; weights %.2f, workspace and graphs %.2f, left for the arena %.2f",
         settings.device,
@@ -140,13 +139,6 @@ def _exit_gate(settings: EngineSettings, model: LoopedModel) -> ExitGate | None:
 def _usual_depth(forward: Forward) -> int:
     """The depth of a request that asks for none."""
     return min(forward.model.spec.default_loops, forward.arena.layout.max_loops)
-
-
-def most_prompt_tokens(settings: EngineSettings, depth: int) -> int:
-    """Most prompt tokens of one step whose requests all have this depth."""
-    limits = settings.scheduler
-    tokens = min(limits.max_running * limits.chunk_tokens, limits.max_token_loops // depth)
-    return max(settings.block_size, tokens)
 
 
 def _workspace_bytes(settings: EngineSettings, model: LoopedModel, layout: KVLayout) -> int:

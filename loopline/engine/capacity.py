@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from loopline.capacity.memory import arena_budget, blocks_that_fit
 from loopline.errors import ConfigError
 from loopline.kv.layout import KVLayout
 from loopline.settings import EngineSettings
@@ -19,17 +20,15 @@ def free_bytes(device: str) -> int:
 def blocks_for_arena(settings: EngineSettings, layout: KVLayout, context_tokens: int, budget_bytes: int) -> int:
     """Blocks of the arena, the null block not counted. Raises ConfigError if not even one fits.
 
-    Without `num_blocks`: as many as fit `budget_bytes`, at most `max_arena_bytes`, and never more than `max_running`
-    requests of full context could use.
+    Without `num_blocks`: what `blocks_that_fit` finds in `budget_bytes`.
     """
     if settings.num_blocks is not None:
         if settings.num_blocks < 1:
             raise ConfigError(f"num_blocks is {settings.num_blocks}; allowed: 1 and above")
         return settings.num_blocks
-    budget = budget_bytes if settings.max_arena_bytes is None else min(budget_bytes, settings.max_arena_bytes)
-    useful = settings.scheduler.max_running * layout.blocks_for(context_tokens)
-    num_blocks = min(budget // layout.block_bytes - 1, useful)
+    num_blocks = blocks_that_fit(settings, layout, context_tokens, budget_bytes)
     if num_blocks < 1:
+        budget = arena_budget(settings, budget_bytes)
         raise ConfigError(
             f"{budget} bytes of {settings.device} memory are left for the arena and hold no block of "
             f"{layout.block_bytes} bytes; lower max_loops, block_size, max_running or chunk_tokens, or raise "
