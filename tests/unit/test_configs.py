@@ -55,6 +55,7 @@ def test_on_a_gpu_workers_share_it_and_a_prompt_fits_the_budget(path: Path) -> N
 @pytest.mark.parametrize("path", ON_GH200, ids=lambda path: path.stem)
 def test_on_gh200_the_name_says_the_workers_and_a_prompt_fits_the_budget(path: Path) -> None:
     config = load_config(path)
+    assert config.launcher.kind == "ray"  # who places workers on several nodes, or gives each a GPU of its own
     prefill, decode = (int(count) for count in re.findall(r"(\d+)[pd]", path.stem))
     assert (config.prefill.replicas, config.decode.replicas) == (prefill, decode)
     spec = SHAPES[Path(config.model.path).name]
@@ -87,7 +88,8 @@ def test_each_has_a_plan_without_a_fault(path: Path) -> None:
         assert result.exit_code == 0, result.output
         plan = json.loads(result.output)
         assert plan["requests_per_s"] > 0 and plan["bottleneck"] in ("prefill", "transfer", "decode", "unified")
-        assert [note for note in plan["notes"] if not note.startswith("both roles are on cuda")] == []
+        shared = [note for note in plan["notes"] if note.startswith("both roles are on cuda")]
+        assert plan["notes"] == shared and bool(shared) == (path in ON_GPU)
         if path in ON_GH200:
             config, workers = load_config(path), plan["workers"]
             assert workers["prefill"]["fits"] == config.prefill.max_running
