@@ -83,6 +83,24 @@ def test_a_manifest_without_a_needed_key_is_found_out() -> None:
     assert _faults(manifest) == [".spec.workerGroupSpecs[0]: template is missing"]
 
 
+def test_the_image_s_user_needs_no_right_of_root_s() -> None:
+    """It is none: a folder that the kubelet makes on a node is root's, and a capability is not in effect for others."""
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    assert re.search(r"^USER (\S+)$", text, re.MULTILINE) and "USER root" not in text
+    written = set(re.findall(r"(?:LOOPLINE_CACHE|TRITON_CACHE_DIR)=(\S+)", text))
+    spec = _manifest()["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        assert not any("hostPath" in volume for volume in volumes.values())
+        for container in pod["containers"]:
+            assert "capabilities" not in container.get("securityContext", {})
+            places = {mount["mountPath"]: mount for mount in container["volumeMounts"] if not mount.get("readOnly")}
+            for path in written:
+                (mount,) = [places[place] for place in places if f"{path}/".startswith(f"{place}/")]
+                assert "emptyDir" in volumes[mount["name"]]
+
+
 def test_the_script_is_one_that_bash_reads() -> None:
     bash = shutil.which("bash")
     assert bash is not None
