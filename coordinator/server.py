@@ -24,6 +24,7 @@ from coordinator.scrape import serve_metrics
 from coordinator.service import MOST_WRITE_S, ClusterServicer, LooplineServicer, ModelCard
 from loopline.clock import Clock, MonotonicClock
 from loopline.config import ClusterConfig, load_config
+from loopline.hosts import reached_here
 from loopline.model_spec import ModelSpec, load_model_spec
 from loopline.process import on_terminate, settle_heap, watch_life_pipe, write_json_by_rename
 from loopline.request import InitialState, Limits, SamplingParams
@@ -41,7 +42,6 @@ from loopline.wire.channel import bind, join_address, make_server
 
 _LOG = logging.getLogger(__name__)
 SERVICE_NAME: str = loopline_pb2.DESCRIPTOR.services_by_name["Loopline"].full_name
-_EVERY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CLOSE_S = 1.0  # for the last statuses to reach their clients
 
 
@@ -151,7 +151,7 @@ async def serve(options: ServerOptions) -> None:
     reflection.enable_server_reflection((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = config.coordinator.port if options.port is None else options.port
     host = config.coordinator.host
-    address = join_address(_EVERY_HOST.get(host, host), bind(server, host, port, access=access))
+    address = join_address(reached_here(host), bind(server, host, port, access=access))
     if _is_anybodys(access, host):
         _LOG.warning("whoever reaches %s controls this cluster: security.cluster_token_file is not set", address)
     if config.telemetry.metrics_port is not None:

@@ -36,6 +36,7 @@ from loopline.config_sections import (
 from loopline.config_words import cross_fault, fault_text, keys_of, shown
 from loopline.errors import ConfigError
 from loopline.faults import FaultList, check_workers, faults_of
+from loopline.hosts import clean_host, is_every_host
 from loopline.identity import Role
 from loopline.security import (
     Access,
@@ -141,13 +142,15 @@ class ClusterConfig(Section):
     def worker_settings(
         self, role: str, name: str, coordinator: str, port: int = 0, *, host: str = "127.0.0.1"
     ) -> WorkerSettings:
-        """Everything that one worker process needs. `coordinator` is HOST:PORT; `host` is where the worker listens."""
+        """Everything that one worker process needs. `coordinator` is HOST:PORT; `host` is where the worker listens
+        and is reached."""
         transfer = self.transfer
         return WorkerSettings(
             name=name,
             role=role,
             coordinator=coordinator,
             host=host,
+            advertise=host,
             port=port,
             metrics_port=None if self.telemetry.metrics_port is None else 0,
             otlp_endpoint=self.telemetry.otlp_endpoint,
@@ -221,6 +224,21 @@ def _cross_faults(config: ClusterConfig) -> Iterator[tuple[str, object, str]]:
             yield f"{role}.{key}", value, allowed
     for key, text, allowed in _security_faults(config):
         yield f"security.{key}", text, allowed
+    yield from _host_faults(config)
+
+
+def _host_faults(config: ClusterConfig) -> Iterator[tuple[str, str, str]]:
+    """Where other machines may reach the coordinator by its own address, they have to reach its workers too."""
+    coordinator, launcher = config.coordinator.host, config.launcher.host
+    for key, host in (("coordinator.host", coordinator), ("launcher.host", launcher)):
+        try:
+            clean_host(host, key)
+        except ConfigError:
+            yield key, host, "a name or an address, without a port"
+    is_here = is_loopback_host(coordinator) or is_every_host(coordinator)
+    if config.launcher.kind == "local" and is_loopback_host(launcher) and not is_here:
+        allowed = f"an address that other machines reach, as they do coordinator.host, {coordinator}"
+        yield "launcher.host", launcher, f"{allowed}; or a coordinator.host of 127.0.0.1 or 0.0.0.0"
 
 
 def _replica_faults(config: ClusterConfig) -> Iterator[tuple[str, int, str]]:

@@ -4,7 +4,6 @@ from the files that a cluster's YAML or a command line names.
 Standard library only. `loopline.wire` makes channels and servers of these records; no secret is ever in a `repr`.
 """
 
-import ipaddress
 import os
 import string
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from loopline.errors import ConfigError
+from loopline.hosts import address_of
 
 MIN_TOKEN_CHARS = 32
 _TOKEN_CHARS = frozenset(string.ascii_letters + string.digits + "-._~+/=")  # RFC 6750, section 2.1
@@ -124,10 +124,8 @@ def is_open_to_others(file: str | Path) -> bool:
 
 def is_loopback_host(host: str) -> bool:
     """Whether it is reached from its own machine only. A name other than localhost is taken for another's."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    address = address_of(host)
+    return host == "localhost" if address is None else address.is_loopback
 
 
 def _lines(file: str | Path) -> Iterator[tuple[int, str]]:

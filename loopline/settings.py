@@ -146,8 +146,8 @@ class WorkerSettings:
     """HOST:PORT."""
     host: str = "127.0.0.1"
     """Address to listen on."""
-    advertise: str = ""
-    """Address at which others reach it; "": `host`."""
+    advertise: str = "127.0.0.1"
+    """Address at which others reach it."""
     port: int = 0
     """0: any free port."""
     metrics_port: int | None = None

@@ -45,8 +45,8 @@ _STATES: dict[Role, tuple[str, ...]] = {
 class Scrapes:
     """Answers scrapes until the process ends; with nothing while the model is loaded."""
 
-    def __init__(self, host: str, port: int, advertise: str = "") -> None:
-        """Listens on `host`; `advertise`: where others reach that, if not there. Raises AddressInUse."""
+    def __init__(self, host: str, port: int, advertise: str) -> None:
+        """Listens on `host`; `advertise`: where others reach that. Raises AddressInUse."""
         self._registry = registry_of()
         try:
             server = MetricsServer(self._registry, host, port)
@@ -54,7 +54,7 @@ class Scrapes:
             raise AddressInUse(
                 f"--metrics-port is {port}: {host}:{port} cannot be listened on: {error.strerror}"
             ) from None
-        self.address = join_address(advertise or host, server.port)
+        self.address = join_address(advertise, server.port)
         logger.info("metrics are at http://%s%s", self.address, METRICS_PATH)
 
     def show(self, collect: Callable[[], Iterable[Metric]]) -> None:

@@ -115,9 +115,10 @@ async def _run(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
     access = replace(settings.security.access, require_client_certificate=True)  # only this cluster's workers call here
     server = make_server(access, settings.max_message_bytes)
     port = bind(server, settings.host, settings.port, access)  # before the model loads: a clash shows at once
-    reached_at = settings.advertise or settings.host
-    scrapes = None if settings.metrics_port is None else Scrapes(settings.host, settings.metrics_port, reached_at)
-    identity = Identity(settings.name, join_address(reached_at, port), settings.uuid)
+    scrapes = None
+    if settings.metrics_port is not None:
+        scrapes = Scrapes(settings.host, settings.metrics_port, settings.advertise)
+    identity = Identity(settings.name, join_address(settings.advertise, port), settings.uuid)
     faults = WorkerFaults(settings.name, settings.faults, MonotonicClock()) if settings.faults else None
     loading = asyncio.create_task(asyncio.to_thread(_load, settings, policy, identity.agent_name, faults))
     if not await _first_of(loading, orders.wait_stop(), orders.wait_drain()):

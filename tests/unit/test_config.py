@@ -205,6 +205,33 @@ def test_what_cannot_even_be_read_is_a_fault_of_the_file(tmp_path: Path, text: s
     assert "SSS" not in fault
 
 
+@pytest.mark.parametrize("host", ["10.0.0.1", "head", "fd00::1"])
+def test_workers_on_loopback_are_refused_where_the_coordinator_has_an_address_for_others(
+    tmp_path: Path, host: str
+) -> None:
+    """Those of other machines could join there, and would then be refused once their models are loaded."""
+    fault = _fault(tmp_path, f"{{model: {{path: m}}, coordinator: {{host: '{host}'}}}}")
+    assert (
+        fault.startswith("launcher.host is 127.0.0.1; allowed: an address that other machines reach") and host in fault
+    )
+    for launcher in ("host: 10.0.0.1", "host: 0.0.0.0", "kind: ray"):
+        text = f"{{model: {{path: m}}, coordinator: {{host: '{host}'}}, launcher: {{{launcher}}}}}"
+        assert load_config(_write(tmp_path, text)).coordinator.host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1", "::1", "0.0.0.0", "::"])
+def test_workers_of_one_machine_are_on_loopback_by_default(tmp_path: Path, host: str) -> None:
+    config = load_config(_write(tmp_path, f"{{model: {{path: m}}, coordinator: {{host: '{host}'}}}}"))
+    assert config.launcher.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("key", ["coordinator.host", "launcher.host"])
+def test_what_is_no_host_is_refused(tmp_path: Path, key: str) -> None:
+    section, name = key.split(".")
+    fault = _fault(tmp_path, f"{{model: {{path: m}}, {section}: {{{name}: '10.0.0.1:50051'}}}}")
+    assert fault.startswith(f"{key} is 10.0.0.1:50051; allowed: a name or an address, without a port")
+
+
 @pytest.mark.parametrize(
     ("launcher", "expected"),
     [

@@ -56,11 +56,11 @@ def test_a_port_is_listened_on_before_there_is_anything_to_show() -> None:
         with urllib.request.urlopen(f"http://{scrapes.address}/metrics", timeout=10) as answer:
             return str(answer.read().decode())
 
-    scrapes = Scrapes("127.0.0.1", 0)
+    scrapes = Scrapes("127.0.0.1", 0, "127.0.0.1")
     assert "loopline" not in read()
     port = int(scrapes.address.rpartition(":")[2])
     with pytest.raises(AddressInUse, match=f"--metrics-port is {port}: 127.0.0.1:{port} cannot be listened on"):
-        Scrapes("127.0.0.1", port)
+        Scrapes("127.0.0.1", port, "127.0.0.1")
     scrapes.show(make().collect)
     assert "loopline_preemptions_total 2.0" in read()
 
