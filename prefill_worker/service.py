@@ -73,7 +73,9 @@ class DecodePeers:
         """However it ends, the engine thread hears of it, and by then has given up itself what is late."""
         sent = PrefixSent(fetch.key, peer.worker, cause=Cause.PEER_LOST, detail=f"{peer.name} was not asked")
         try:
-            answer = await self._calls.stub(peer).FetchPrefix(convert.to_proto(fetch), timeout=fetch.limit_s + _ANSWER_S)
+            answer = await self._calls.stub(peer).FetchPrefix(
+                convert.to_proto(fetch), timeout=fetch.limit_s + _ANSWER_S
+            )
             sent = convert.from_proto(PrefixSent, answer)
         except (grpc.aio.AioRpcError, PeerLost, ValueError) as error:
             is_late = isinstance(error, grpc.aio.AioRpcError) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED

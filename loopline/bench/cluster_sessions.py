@@ -230,8 +230,8 @@ class _Runner:
             cached_tokens=finished.usage.cached_tokens,
             route=f"{route.prefill} {route.decode}",
             prefix_source=route.prefix_source,
-            handoff_bytes=handoff.num_bytes,
-            fetched_bytes=handoff.fetched_bytes,
+            handoff_bytes=0 if handoff is None else handoff.num_bytes,
+            fetched_bytes=0 if handoff is None else handoff.fetched_bytes,
         )
 
     def _now_s(self) -> float:
