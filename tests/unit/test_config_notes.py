@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.launcher import LocalLauncher
+from coordinator.launcher import Launcher
 from loopline.bench.shapes import SHAPES
 from loopline.config import load_config
 from loopline.config_notes import LEAST_PACKED_SHARE_TOKENS, LEAST_SHARE_TOKENS, notes
@@ -143,7 +143,7 @@ def test_what_ships_sets_nothing_without_effect(path: Path) -> None:
 def test_a_launch_logs_each_note_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "talk.yaml"
     file.write_text(f"model: {{path: {MODELS / 'tiny-huginn'}}}\nrouting: {{load_weight: 2}}\n", encoding="utf-8")
-    LocalLauncher(file, run_dir=tmp_path)
+    Launcher(file, run_dir=tmp_path)
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [line.startswith("talk: ") for line in said] == [True, True]
     assert said[0].startswith(f"talk: {NOTHING_CACHED}")
@@ -154,5 +154,5 @@ def test_a_checkpoint_that_is_not_there_is_not_the_notes_matter(
 ) -> None:
     file = tmp_path / "talk.yaml"
     file.write_text("model: {path: nowhere, noise_key: position}\n", encoding="utf-8")
-    LocalLauncher(file, run_dir=tmp_path)
+    Launcher(file, run_dir=tmp_path)
     assert not caplog.records
