@@ -231,9 +231,9 @@ class HandoffIn:
             return
         reservation = self._reserved.pop(key)
         self._running[key.request_id] = key
+        num_cached = self._engine.ledger.written_tokens(reservation.allocation, reservation.request.params.loops)
         self._engine.scheduler.start_reserved(reservation.allocation)
         self._ports.entered(ReceiveState.LOCAL)
-        num_cached = self._engine.ledger.written_tokens(reservation.allocation, reservation.request.params.loops)
         text = "prefilling here: %d tokens, of which %d are cached"
         logger.info(text, reservation.request.num_known_tokens, num_cached, extra=about(key.request_id))
         self._ports.to_coordinator(LocalPrefillStarted(key))

@@ -6,10 +6,12 @@ pass it, `max_passes` times in all; then nobody does until it is in. A request t
 Growth is promised at admission: `growth_share` of what a request may still grow by. With 1, whatever runs can finish;
 below 1 more requests run at once, and when blocks run out the youngest steps back and is computed again.
 
-Of requests with a common prefix one computes it while the others wait for its blocks; they do not wait for one that is
-itself held back. Where the policy shares room among peers, a request for one that has its share is passed by others.
+Of requests with a common prefix one computes it while the others wait for its blocks, whichever way they came; they do
+not wait for one that is itself held back. Where the policy shares room among peers, a request for one that has its
+share is passed by others.
 """
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +60,7 @@ class Admission:
         self._prefix_group = prefix_group
         self._waiting = WaitingQueue(settings.max_waiting)
         self._computing: dict[bytes, Entry] = {}  # digest of a block that is being computed -> who does it
+        self._claims: dict[Entry, deque[tuple[int, bytes]]] = {}  # the same by who does it, with indices of blocks
         self._news = 0  # counts what may let a waiting request in
         self._stuck_at: tuple[int, ...] | None = None
         self._looked_at: Entry | None = None  # neither waiting nor running
@@ -96,12 +99,12 @@ class Admission:
         self._looked_at = self.entry_of(request)
         return self._looked_at
 
-    def put_back(self, entry: Entry) -> None:
-        """An entry whose blocks were taken from it waits in front of all others."""
+    def put_back(self, entry: Entry, in_front: bool = True) -> None:
+        """An entry whose blocks were taken from it waits in front of all others, or behind them."""
         entry.phase, entry.allocation = Phase.WAITING, None
         entry.num_computed = entry.num_planned = entry.num_cached = 0
         self._news += 1
-        self._waiting.push_front(entry)
+        self._waiting.put_back(entry, in_front)
 
     def remove(self, request_id: str) -> None:
         """Forget a waiting request, if there is one of that id."""
@@ -189,31 +192,55 @@ class Admission:
         # All of it cached: the last token is computed again, because its logits are what comes next.
         entry.num_computed = entry.num_planned = min(entry.num_cached, num_known - 1)
         self.prefix_counts.take(entry)
-        for digest in digests[entry.num_cached // self._ledger.block_size :]:
-            if (other := self._computing.get(digest)) is None or self._is_held(other):
-                self._computing[digest] = entry
+        self._claim(entry)
         return True
 
     # ---- common prefixes
 
+    def may_compute(self, entry: Entry) -> bool:
+        """Whether an entry that `reserve` gave blocks is to compute what it lacks in them: from now on others wait for
+        it. False: another computes its prefix, or has done so since; it is to be put back, and finds it then."""
+        if entry.digests is not None:
+            num_hits = len(self._ledger.prefix.match(entry.digests.digests))
+            num_shared = min(num_hits, (len(entry.token_ids) - 1) // self._ledger.block_size)
+            if num_shared * self._ledger.block_size > entry.num_cached or self._waits_for_prefix(entry):
+                return False
+        self._claim(entry)
+        return True
+
+    def _claim(self, entry: Entry) -> None:
+        """It computes what it lacks, as far as nobody does."""
+        if entry.digests is None:
+            return
+        first = entry.num_cached // self._ledger.block_size
+        claims: deque[tuple[int, bytes]] = deque()
+        for index, digest in enumerate(entry.digests.digests[first:], start=first):
+            if (other := self._computing.get(digest)) is None or self._is_held(other):
+                self._computing[digest] = entry
+                claims.append((index, digest))
+        if claims:
+            self._claims[entry] = claims
+
     def published(self, entry: Entry) -> None:
         """Blocks of this entry can be found now: who waited for them may go on."""
-        if self._forget_computing(entry, only_written=True):
-            self._news += 1
+        self._forget_claims(entry, entry.num_computed // self._ledger.block_size)
 
     def computed(self, entry: Entry) -> None:
         """This entry computes nothing any more, whatever it has done."""
-        if self._forget_computing(entry, only_written=False):
-            self._news += 1
+        self._forget_claims(entry, None)
 
-    def _forget_computing(self, entry: Entry, only_written: bool) -> bool:
-        if entry.digests is None or not self._computing:
-            return False
-        end = entry.num_computed // self._ledger.block_size if only_written else len(entry.digests.digests)
-        forgotten = [digest for digest in entry.digests.digests[:end] if self._computing.get(digest) is entry]
-        for digest in forgotten:
-            del self._computing[digest]
-        return bool(forgotten)
+    def _forget_claims(self, entry: Entry, end: int | None) -> None:
+        """Of its blocks before `end`; None: of all. A row that decodes has none, and costs nothing."""
+        claims = self._claims.get(entry)
+        if claims is None:
+            return
+        while claims and (end is None or claims[0][0] < end):
+            _, digest = claims.popleft()
+            if self._computing.get(digest) is entry:
+                del self._computing[digest]
+                self._news += 1
+        if not claims:
+            del self._claims[entry]
 
     def _waits_for_prefix(self, entry: Entry) -> bool:
         """Is the first block that this entry lacks being computed by another that may compute?"""

@@ -1,4 +1,6 @@
-"""Requests that wait for blocks, first come first served; those that were preempted stand in front."""
+"""Requests that wait for blocks, or for another's prefix, first come first served; those that were preempted stand in
+front.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -34,10 +36,10 @@ class WaitingQueue:
         self._token_loops += entry.token_loops_left()
         return True
 
-    def push_front(self, entry: Entry) -> None:
-        """Put before all others; never refused, because it has run already."""
+    def put_back(self, entry: Entry, in_front: bool) -> None:
+        """Put before all others, or behind them; never refused, because it was let in already."""
         self._entries[entry.request.request_id] = entry
-        self._entries.move_to_end(entry.request.request_id, last=False)
+        self._entries.move_to_end(entry.request.request_id, last=not in_front)
         self._token_loops += entry.token_loops_left()
 
     def first(self, count: int) -> Iterator[Entry]:

@@ -46,10 +46,15 @@ class Reservations:
         """The entry that has these blocks."""
         return self._entries[allocation]
 
-    def take(self, allocation: Allocation) -> Entry:
-        """The same; it is not here any more. Who waited because it was may be let in."""
+    def take(self, allocation: Allocation, num_arrived: int = 0) -> Entry:
+        """The same; it is not here any more. Who waited because it was may be let in. The KV of its first `num_arrived`
+        tokens that is not cached has come from another worker, and counts as written to the request's depth."""
         self._admission.room_changed()
-        return self._entries.pop(allocation)
+        entry = self._entries.pop(allocation)
+        if num_arrived > entry.num_cached:
+            self._ledger.mark_written(allocation, entry.num_cached, num_arrived - entry.num_cached, entry.depth)
+            entry.num_computed = entry.num_planned = num_arrived
+        return entry
 
     def requeue(self, allocation: Allocation) -> None:
         """Have its request wait in front instead, to be computed here. The blocks are the caller's to release or

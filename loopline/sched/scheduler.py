@@ -140,13 +140,9 @@ class Scheduler:
         The KV counts as written to the request's depth from here on, and whole blocks of it can be found. Returns
         `first`, to be sent on like any row.
         """
-        entry = self.reserved.find(allocation)
-        num_known = entry.request.num_known_tokens
         if first.token_id is None or first.finish is not None:
             raise InvariantBroken(f"request {first.request_id} ended with its first token and cannot be activated")
-        self.reserved.take(allocation)
-        self._ledger.mark_written(allocation, entry.num_cached, num_known - entry.num_cached, entry.depth)
-        entry.num_computed = entry.num_planned = num_known
+        entry = self.reserved.take(allocation, self.reserved.find(allocation).request.num_known_tokens)
         entry.token_ids.append(first.token_id)
         self._running[entry.request.request_id] = entry
         self._start_decoding(entry)
@@ -155,15 +151,18 @@ class Scheduler:
 
     def start_reserved(self, allocation: Allocation, num_arrived: int = 0) -> None:
         """Run a reserved request whose known tokens are computed here, but for those that are cached and for the first
-        `num_arrived`, whose KV has come from another worker: it counts as written, and as found."""
-        entry = self.reserved.take(allocation)
-        if num_arrived > entry.num_cached:
-            self._ledger.mark_written(allocation, entry.num_cached, num_arrived - entry.num_cached, entry.depth)
-            entry.num_cached = entry.num_computed = entry.num_planned = num_arrived
+        `num_arrived`, whose KV has come from another worker: it counts as written, and as found. Where another request
+        computes the same prefix it waits for that, in the queue and without these blocks: they are not its any more."""
+        entry = self.reserved.take(allocation, num_arrived)
+        entry.num_cached = max(entry.num_cached, num_arrived)
+        self._publish(entry)
+        if not self._admission.may_compute(entry):
+            self._ledger.release(allocation)
+            self._admission.put_back(entry, in_front=False)
+            return
         entry.phase = Phase.PREFILL
         self._running[entry.request.request_id] = entry
         self._prefilling.add(entry)
-        self._publish(entry)
 
     def remove(self, request_id: str) -> Allocation | None:
         """Take a request out whatever its phase. Its allocation is the caller's to release; None if it held nothing."""
