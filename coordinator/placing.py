@@ -16,6 +16,8 @@ from loopline.errors import RequestTooLarge
 from loopline.identity import Fingerprint, Role
 from loopline.request import Limits, PrefixSource, Request, check_size
 
+_MOST_PASSED = 256
+"""Requests without room that a round goes past: where some fit a few workers only, what a round costs has a bound."""
 PROBES = SourceRule(choice=PrefixSource.RECOMPUTE)
 """A probe takes the whole way."""
 
@@ -76,9 +78,10 @@ class Placer:
             placing.placed(request, before, self._tracker.assignment(request_id))
 
     def _reserve_decode_workers(self, placing: Round, limits: Limits, probe_id: str | None) -> None:
-        """In the queue's order. A request that finds no room holds back those behind it; one that must stay away from
-        another suspect does not, nor one that must stay in its pairing group while there are others. So whatever the
-        queue's length, tried are those that were on workers before, those that are placed now, and one more."""
+        """In the queue's order. A request that finds no room keeps the workers that could run it from those behind it;
+        one that must stay away from another suspect does not. The round ends when all workers are kept so: where they
+        are alike that is with the first, whatever the queue's length."""
+        num_passed = 0
         for request_id in self._queue:
             request = self._tracker.request(request_id)
             has_delivered = self._tracker.has_delivered(request_id)
@@ -96,8 +99,11 @@ class Placer:
                 placing.placed(request, {}, self._tracker.assignment(request_id))
             elif is_suspect and placing.has_suspects:
                 continue
-            elif group is None or not placing.has_other_groups(group):
-                return
+            else:
+                placing.hold(request, group, in_pairs=in_pairs)
+                num_passed += 1
+                if placing.is_all_held or num_passed >= _MOST_PASSED:
+                    return
 
     def _end_if_too_large(self, request: Request, limits: Limits) -> bool:
         """Requests that were taken before workers joined meet the arena's size here."""

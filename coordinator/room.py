@@ -7,6 +7,10 @@ The worker has the last word: it may answer "no room", and is then skipped until
 No worker has two suspects: of the requests that a worker was lost with, one may be the reason, and would take the
 others with it again and again until all of them have had their attempts. Who is avoided is gone past while another
 worker that is ready does the same, with room or without; a worker whose links are all avoided counts as avoided.
+
+A request that finds no room holds every worker that would have room for it if it had nothing else to do: nobody behind
+it in the queue gets these, so that it is not passed for ever by smaller ones, and all go on with the other workers. One
+that nobody here could run, whatever ends, holds nobody.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +21,9 @@ from coordinator.snapshot import ClusterSnapshot, WorkerView
 from loopline.identity import Fingerprint, Role, WorkerId, WorkerState
 from loopline.request import Request
 from loopline.settings import peer_slots
+
+_MOST_SIZES = 16
+"""Sizes that have found no room and are remembered in a round: more would cost more than a look at the workers."""
 
 
 def has_decode_room(view: WorkerView, request: Request) -> bool:
@@ -42,6 +49,7 @@ class WorkerRoom:
     usable_blocks: int
     max_running: int
     by_decode: dict[WorkerId, tuple[int, int]]  # on a prefill worker: (requests, blocks)
+    is_held: bool = False  # kept for a request that found no room
 
     @classmethod
     def of(cls, view: WorkerView, group: int) -> "WorkerRoom":
@@ -129,6 +137,7 @@ class _Pairing:
     prefill: list[WorkerRoom]
     is_last_resort: bool  # there is no link to one that is ready and not avoided
     most_tokens: int  # of the longest prompt that one of them can hold alone
+    ever_tokens: int  # the same, with those that said "no room" just now
     num_free: int = 0  # slots
     slots: int = 0  # that one decode worker can still take of them, if it has none yet
     less: dict[WorkerId, int] = field(default_factory=dict)  # by how much that is less for one that has some
@@ -152,6 +161,7 @@ class Room:
         self._with_bad_link = {decode for _, decode in snapshot.avoided.links}
         self._takers: dict[int | None, list[WorkerRoom]] = {}
         self._claimed: dict[int, int] | None = None  # prefill slots by group; None: to be counted
+        self._homeless: list[tuple[int, int]] = []  # (known, most) tokens of requests that found no room anywhere
         self._num_given = sum(room.num_requests for room in self._by_worker.values())
         self._token_loops = sum(room.token_loops for room in self._by_worker.values())
 
@@ -163,10 +173,24 @@ class Room:
         """Whether a worker has been given a suspect."""
         return any(room.num_suspects for room in self._by_worker.values())
 
-    def has_other_groups(self, group: Fingerprint) -> bool:
-        """Whether there are decode workers that compute something else."""
-        number = self._group(group)
-        return any(room.group != number for room in self._decode)
+    @property
+    def is_all_held(self) -> bool:
+        """Whether each worker that takes work is kept for some request."""
+        return all(room.is_held for room in self._decode_takers(None))
+
+    def is_hopeless(self, request: Request) -> bool:
+        """Whether a request no larger than this one has found no room anywhere, and holds what this one would hold."""
+        known, most = request.num_known_tokens, request.max_kv_tokens
+        return any(known >= other_known and most >= other_most for other_known, other_most in self._homeless)
+
+    def hold(self, request: Request, group: Fingerprint | None, *, in_pairs: bool = False) -> None:
+        """The request has found no room: keep for it whoever could run it. The arguments are those of `for_decode`."""
+        if self.is_hopeless(request):
+            return
+        for room in self._takers_for(group, in_pairs):
+            room.is_held = room.is_held or self._could_run(room, request)
+        if group is None and not in_pairs:
+            self._homeless = [*self._homeless[1 - _MOST_SIZES :], (request.num_known_tokens, request.max_kv_tokens)]
 
     def for_decode(
         self, request: Request, group: Fingerprint | None, is_suspect: bool, *, in_pairs: bool = False
@@ -177,7 +201,7 @@ class Room:
         max_kv_tokens, num_known_tokens = request.max_kv_tokens, request.num_known_tokens
 
         def is_able(room: WorkerRoom) -> bool:
-            if room.num_requests >= room.max_running or (is_suspect and room.num_suspects):
+            if room.is_held or room.num_requests >= room.max_running or (is_suspect and room.num_suspects):
                 return False
             if room.num_blocks + room.view.blocks_for(max_kv_tokens) > room.usable_blocks:
                 return False
@@ -188,11 +212,7 @@ class Room:
                 return False
             return claimed[room.group] < pairing.num_free and room.num_awaiting < self._slots(room, pairing)
 
-        number = None if group is None else self._group(group)
-        takers = self._decode_takers(number)
-        if in_pairs:
-            takers = [room for room in takers if not room.takes_whole and self._pairing(room).prefill] or takers
-        return Candidates(takers, is_able, self._content())
+        return Candidates(self._takers_for(group, in_pairs), is_able, self._content())
 
     def for_prefill(self, request: Request, decode: WorkerRoom, is_suspect: bool) -> Candidates:
         """Prefill workers that may be bound for a request that holds a reservation on `decode`."""
@@ -238,6 +258,18 @@ class Room:
             self._group_ids[id(fingerprint)] = number
         return number
 
+    def _takers_for(self, group: Fingerprint | None, in_pairs: bool) -> list[WorkerRoom]:
+        takers = self._decode_takers(None if group is None else self._group(group))
+        if in_pairs:
+            return [room for room in takers if not room.takes_whole and self._pairing(room).prefill] or takers
+        return takers
+
+    def _could_run(self, room: WorkerRoom, request: Request) -> bool:
+        """Whether it would have room for the request, with nothing else to do."""
+        if room.view.blocks_for(request.max_kv_tokens) > room.usable_blocks:
+            return False
+        return room.takes_whole or request.num_known_tokens <= self._pairing(room).ever_tokens
+
     def _decode_takers(self, group: int | None) -> list[WorkerRoom]:
         """Decode workers that take work; those that are avoided only where no other one is ready."""
         if group not in self._takers:
@@ -279,8 +311,7 @@ class Room:
             room for room in ready if room.worker not in avoided.workers and (room.worker, worker) not in avoided.links
         ]
         prefill = [room for room in good or ready if not room.view.refused]
-        most_tokens = max((room.usable_blocks * room.view.capacity.block_size for room in prefill), default=0)
-        return _Pairing(prefill, not good, most_tokens)
+        return _Pairing(prefill, not good, _most_tokens(prefill), _most_tokens(good or ready))
 
     def _count_claims(self) -> dict[int, int]:
         """Slots of prefill workers that requests with a reservation will take next, by group. A decode worker whose
@@ -337,3 +368,7 @@ class Room:
         if not requests or len(prefill.view.ready_pairs) < 2:
             return True
         return held + needed <= self._snapshot.peer_share * prefill.usable_blocks
+
+
+def _most_tokens(prefill: Sequence[WorkerRoom]) -> int:
+    return max((room.usable_blocks * room.view.capacity.block_size for room in prefill), default=0)

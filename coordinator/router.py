@@ -79,9 +79,14 @@ class Round:
         """Whether a worker has been given a suspect."""
         return self._room.has_suspects
 
-    def has_other_groups(self, group: Fingerprint) -> bool:
-        """Whether there are workers to ask for blocks that compute something else."""
-        return self._room.has_other_groups(group)
+    @property
+    def is_all_held(self) -> bool:
+        """Whether each worker that could be asked for blocks is kept for a request that found no room."""
+        return self._room.is_all_held
+
+    def hold(self, request: Request, group: Fingerprint | None = None, *, in_pairs: bool = False) -> None:
+        """`choose_decode` found no room: nobody else gets the workers that could run this request."""
+        self._room.hold(request, group, in_pairs=in_pairs)
 
     def choose_decode(
         self,
@@ -93,6 +98,8 @@ class Round:
     ) -> WorkerView | None:
         """The decode or unified worker to ask for blocks, or None: no room now. `group`: only workers that compute the
         same. `in_pairs`: no unified one while a pair is ready."""
+        if self._room.is_hopeless(request):
+            return None
         candidates = self._room.for_decode(request, group, is_suspect, in_pairs=in_pairs)
         if not candidates.num_workers:
             return None

@@ -2,7 +2,7 @@
 workers. What `coordinator.room` is measured against, and in tests what it must agree with.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.effects import Assigned
@@ -54,6 +54,30 @@ def prefill_candidates(
         and _has_prefill_blocks(decode, view, request, snapshot)
         and not (is_suspect and _has_suspect(view))
     ]
+
+
+def place_round(
+    queue: Sequence[Request], snapshot: ClusterSnapshot, row_on: Callable[[Request, WorkerView], Assigned]
+) -> list[WorkerView | None]:
+    """Who gets each of the queue's requests in one round, the one with the least work first: a request without room
+    keeps whoever could run it from all behind it. `row_on`: its row once it is given."""
+    given: list[WorkerView | None] = []
+    held: set[WorkerId] = set()
+    empty = emptied(snapshot)
+    for request in queue:
+        able = [view for view in decode_candidates(request, snapshot) if view.worker not in held]
+        chosen = min(able, key=_preference, default=None)
+        given.append(chosen)
+        if chosen is None:
+            held |= {view.worker for view in decode_candidates(request, empty)}
+        else:
+            snapshot = with_request(snapshot, {chosen.worker: row_on(request, chosen)})
+    return given
+
+
+def emptied(snapshot: ClusterSnapshot) -> ClusterSnapshot:
+    """The same workers with nothing to do, none of which has said "no room"."""
+    return replace(snapshot, workers=tuple(replace(view, assigned=(), refused=False) for view in snapshot.workers))
 
 
 def with_request(snapshot: ClusterSnapshot, rows: Mapping[WorkerId, Assigned]) -> ClusterSnapshot:
