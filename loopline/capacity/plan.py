@@ -27,6 +27,7 @@ from loopline.config import ClusterConfig
 from loopline.model_spec import ModelSpec
 
 _MOST_OF_A_RATIO = 4
+_ONE_GPU, _BETWEEN_GPUS = "same-gpu", ("nvlink", "infiniband")  # links of the profiles that come along
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ def make_plan(
         ratio=None if balance is None else small_ratio(balance),
         demand=_demand(workload, rates, a_prefill, num_decode, decode, _Steps(geometry, profiles[1], workload)),
         notes=(
-            *_role_notes(config, geometry, workload, prefill, decode),
+            *_role_notes(config, geometry, workload, prefill, decode, transfer),
             *_padding_notes("decode", decode, profiles[1]),
         ),
     )
@@ -222,7 +223,12 @@ def running_rows(tokens_per_s: float, most: int, step_s: Callable[[int], float])
 
 
 def _role_notes(
-    config: ClusterConfig, geometry: Geometry, workload: Workload, prefill: PrefillPlan, decode: DecodePlan
+    config: ClusterConfig,
+    geometry: Geometry,
+    workload: Workload,
+    prefill: PrefillPlan,
+    decode: DecodePlan,
+    transfer: TransferPlan,
 ) -> Iterator[str]:
     if config.unified.replicas:
         yield f"{config.unified.replicas} unified workers are not counted in"
@@ -239,14 +245,19 @@ def _role_notes(
     share = config.transfer.in_flight_limit_bytes * config.transfer.peer_share
     if chunk_bytes > share:
         yield f"a chunk's KV, {chunk_bytes:,} bytes, is more than a peer's share in flight, {int(share):,}: chunks wait"
-    is_one_device = config.prefill.device == config.decode.device != "cpu" and config.launcher.kind == "local"
-    if is_one_device and prefill.requests_per_s and decode.requests_per_s:
+    if _is_one_device(config) and prefill.requests_per_s and decode.requests_per_s:
         shared = 1 / (1 / prefill.requests_per_s + 1 / decode.requests_per_s)
+        goes = f"; KV goes by --link {_ONE_GPU} then, not {transfer.link}" if transfer.link in _BETWEEN_GPUS else ""
         yield (
             f"both roles are on {config.decode.device}: where that is one GPU, its prefill and decode worker together "
-            f"serve at most {shared:.3g} requests/s"
+            f"serve at most {shared:.3g} requests/s{goes}"
         )
         yield from _shared_memory_notes(config)
+
+
+def _is_one_device(config: ClusterConfig) -> bool:
+    """Whether both roles share a GPU, where the workers' machine does not hide that from them."""
+    return config.prefill.device == config.decode.device != "cpu" and config.launcher.kind == "local"
 
 
 def _decode_notes(

@@ -36,10 +36,11 @@ def _show_model(console: Console, report: dict[str, Any]) -> None:
         f"KV: {report['num_planes']} planes, {report['token_bytes']:,} bytes a token, "
         f"{report['block_bytes']:,} bytes a block of {report['block_size']}"
     )
-    console.print(
-        f"    {report['packing']:.2f}x the tokens of a layout that keeps every layer at every loop "
-        f"({report['unpacked_token_bytes']:,} bytes a token)"
-    )
+    if report["packing"] > 1:
+        console.print(
+            f"    {report['packing']:.2f}x the tokens of a layout that keeps every layer at every loop "
+            f"({report['unpacked_token_bytes']:,} bytes a token)"
+        )
     for role, profile in report["profiles"].items():
         if role == "prefill" or profile != report["profiles"]["prefill"]:
             console.print(f"{'all' if _is_shared(report) else role} on {profile['name']}: {profile['source']}")

@@ -105,6 +105,8 @@ def test_rates_are_of_steps_and_the_least_is_the_bottleneck() -> None:
     together = prefill_time(H200, geometry, plan.prefill.prompts, 1024, plan.prefill.chunk_tokens)
     assert plan.prefill.requests_per_s == pytest.approx(plan.prefill.prompts / together.expected_s)
     assert plan.bottleneck == "decode" and plan.requests_per_s == min(plan.rates.values())
+    assert plan.notes[0].endswith("; KV goes by --link same-gpu then, not nvlink")
+    assert _plan(link="same-gpu").notes[0].endswith(" requests/s")
     slow = _plan(link="tcp", decode={"replicas": 3, "num_blocks": 8000})
     assert slow.bottleneck == "transfer" and slow.transfer.link == "tcp"
 
