@@ -11,27 +11,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WINDOWS = 40  # points of a curve over time
+_PALE = 0.35
 _Turns = Sequence[dict[str, Any]]
 
 
 def plot_load(report: dict[str, Any], path: Path) -> None:
-    """Write the picture: distributions over all runs of an arm, and curves over the time of its first run. The file's
-    ending says which format. Raises OperatorError where matplotlib is missing."""
+    """Write the picture: distributions over all runs of an arm, and curves over the time of its first run that has an
+    answer. An arm has one color everywhere. The file's ending says which format. Raises OperatorError where matplotlib
+    is missing."""
     figure = new_figure()
     axes = figure.subplot_mosaic([["ttft", "tpot"], ["rate", "hits"], ["good", "turns"]])
     for number, arm in enumerate(report["arms"]):
         runs = [[one for one in turns if not one["error"]] for turns in arm["turns"]]
         if not any(runs):
             continue
+        first = next(index for index, one in enumerate(runs) if one)
         color, label = f"C{number % 10}", arm["name"]
         everything = [one for turns in runs for one in turns]
         _shares(axes["ttft"], [1e3 * (one["first_s"] - one["due_s"]) for one in everything], color, label)
         _shares(
             axes["tpot"], [1e3 * each for one in everything if (each := _per_token_s(one)) is not None], color, label
         )
-        _over_time(axes["rate"], runs[0], _tokens_per_s, color, label)
-        _over_time(axes["hits"], runs[0], _cached_percent, color, label)
-        by_turn = arm["runs"][0]["by_turn"]
+        _over_time(axes["rate"], runs[first], _tokens_per_s, color, label)
+        _over_time(axes["hits"], runs[first], _cached_percent, color, label)
+        by_turn = arm["runs"][first]["by_turn"]
         line = {"color": color, "marker": "o", "label": label}
         axes["turns"].plot([one["turn"] for one in by_turn], [one["ttft_p50_ms"] for one in by_turn], **line)
     _bars(axes["good"], report["arms"])
@@ -97,11 +100,12 @@ def _per_token_s(one: dict[str, Any]) -> float | None:
 
 
 def _bars(axes: "Axes", arms: Sequence[dict[str, Any]]) -> None:
-    """Turns a second within the limits beside all turns a second."""
-    shown = [arm for arm in arms if "goodput_per_s" in arm["median"]]
-    places = range(len(shown))
-    axes.bar([at - 0.2 for at in places], [one["median"]["turns_per_s"] for one in shown], 0.4, label="all")
-    axes.bar([at + 0.2 for at in places], [one["median"]["goodput_per_s"] for one in shown], 0.4, label="within limits")
-    axes.set_xticks(list(places), [one["name"].replace(", ", "\n") for one in shown], fontsize=7)
+    """Turns a second within the limits, full, beside all turns a second, pale; in the arms' colors."""
+    shown = [(f"C{number % 10}", arm) for number, arm in enumerate(arms) if "goodput_per_s" in arm["median"]]
+    places, colors = range(len(shown)), [color for color, _ in shown]
+    for shift, name, alpha in ((-0.2, "turns_per_s", _PALE), (0.2, "goodput_per_s", 1.0)):
+        rates = [arm["median"][name] for _, arm in shown]
+        axes.bar([at + shift for at in places], rates, 0.4, color=colors, alpha=alpha)
+    axes.set_xticks(list(places), [arm["name"].replace(", ", "\n") for _, arm in shown], fontsize=7)
     axes.set_ylabel("turns/s")
-    axes.legend(fontsize=7)
+    axes.set_title("pale: all turns, full: those within the limits", fontsize=8)

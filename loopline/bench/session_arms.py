@@ -126,10 +126,10 @@ def check_prefixes(load: EngineLoad, spec: ModelSpec) -> None:
 
 def further_settings(texts: Mapping[str, str]) -> dict[str, Any]:
     """Fields of EngineSettings from text. Raises ConfigError for a name or a value that is none."""
-    kinds = {
-        one.name: kind
+    kinds: dict[str, Any] = {
+        one.name: type(one.default)
         for one in fields(EngineSettings)
-        if one.name not in _OWN_SETTINGS and (kind := type(one.default)) in (bool, int, float, str)
+        if one.name not in _OWN_SETTINGS and isinstance(one.default, bool | int | float | str)
     }
     made: dict[str, Any] = {}
     for name, text in texts.items():

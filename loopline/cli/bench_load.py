@@ -11,7 +11,7 @@ import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from loopline.bench.load_plot import plot_load
 from loopline.bench.load_report import Watcher, failed_arms
@@ -25,8 +25,23 @@ from loopline.cli.options import with_credential_files, with_options_of
 from loopline.errors import ConfigError, OperatorError
 from loopline.security import Credentials
 
-_LEAST_WIDTH = 130  # of a table, where the terminal is none
+_MOST_WIDTH = 1000  # of a table, whatever the terminal's: no name and no figure is cut
 _DRAWN = ("sessions", "turns", "first", "tool", "answer", "system", "think", "gap", "sigma", "drawn_times", "seed")
+
+
+_COLUMNS = (
+    "arm",
+    "answer\ntok/s",
+    "prompt\ntok/s",
+    "first token\np50",
+    "\np99",
+    "per token\np50",
+    "\np99",
+    "\ncached",
+    "\ngood/s",
+    "\nruns",
+    "failed\nturns",
+)
 
 
 def _with_load(command: Callable[..., None]) -> Callable[..., None]:
@@ -166,14 +181,14 @@ def _watched() -> Iterator[Watcher]:
 
 def _show(report: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.width = max(console.width, _LEAST_WIDTH)
     where = report["machine"]
     name = where.get("device") or f"{where['cpu']} ({where['num_cpus']} CPUs)"
     console.print(f"{name}, {where['date']}; medians over each arm's runs, times in ms")
-    columns = ("answer tok/s", "prompt tok/s", "first token p50", "p99", "per token p50", "p99", "cached", "good/s")
-    table = Table("arm", *columns, "runs", "failed turns", box=SIMPLE, padding=(0, 1))
+    table = Table(*(Column(title, no_wrap=True) for title in _COLUMNS), box=SIMPLE, padding=(0, 1))
     for arm in report["arms"]:
         table.add_row(arm["name"], *_cells(arm))
+    needed = console.measure(table, options=console.options.update(max_width=_MOST_WIDTH)).maximum
+    console.width = max(console.width, needed)
     console.print(table)
     for arm in report["arms"]:
         if line := _sources(arm["runs"]):

@@ -49,7 +49,7 @@ def test_arms_that_cannot_be_reached_are_a_failure_of_the_command(
     assert isinstance(result.exception, OperatorError)  # which is exit status 1 of the program
     assert "arm a: no turn was answered: CoordinatorUnreachable: " in str(result.exception)
     assert "arm b: no turn was answered: " in str(result.exception) and "\n" not in str(result.exception)
-    assert "answer tok/s" in result.stdout
+    assert "prompt" in result.stdout
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert [(one["runs"], one["error"].split(":")[0]) for one in report["arms"]] == [([], "CoordinatorUnreachable")] * 2
     assert not (tmp_path / "picture.png").exists()
@@ -61,4 +61,14 @@ def test_the_program_says_so_in_one_line(capsys: pytest.CaptureFixture[str], mon
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: arm 127.0.0.1:1: no turn was answered: ")
+    said = capsys.readouterr()
+    assert said.err.splitlines()[-1].startswith("error: arm 127.0.0.1:1: no turn was answered: ")
+
+
+def test_no_name_and_no_figure_of_the_table_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loopline.bench.cluster_sessions._ANSWER_S", 0.2)
+    monkeypatch.setenv("COLUMNS", "60")
+    names = ["a-cluster-with-a-name-that-is-longer-than-all-others", "short"]
+    arms = [part for name in names for part in ("--arm", f"{name}=127.0.0.1:1")]
+    result = CliRunner().invoke(app, ["bench", "burst", *arms, "--requests", "1"])
+    assert all(name in result.stdout for name in names) and "…" not in result.stdout

@@ -80,8 +80,12 @@ def test_prompts_as_decode_rows_give_the_same_answers() -> None:
 
 
 def test_a_picture_is_drawn(tmp_path: Path, report: dict[str, Any]) -> None:
-    plot_load(report, tmp_path / "report.png")
-    assert (tmp_path / "report.png").stat().st_size > 10_000
+    first = report["arms"][0]
+    lost = [one | {"error": "lost"} for one in first["turns"][0]]
+    broken = first | {"turns": [lost, *first["turns"]], "runs": [first["runs"][0] | {"by_turn": []}, *first["runs"]]}
+    for number, arms in enumerate([report["arms"], [broken, first | {"turns": [lost]}]]):
+        plot_load(report | {"arms": arms}, tmp_path / f"report{number}.png")
+        assert (tmp_path / f"report{number}.png").stat().st_size > 10_000
 
 
 def test_the_cache_changes_no_answer_of_a_real_model() -> None:
@@ -244,7 +248,7 @@ def test_commands_print_a_table_and_write_json_and_a_trace(tmp_path: Path) -> No
     files = ["--write-trace", str(tmp_path / "trace.jsonl"), "--json", str(tmp_path / "report.json")]
     result = CliRunner().invoke(app, ["bench", "session", *engine, *sizes, *files])
     assert result.exit_code == 0, result.output
-    assert "answer tok/s" in result.stdout and "cache on" in result.stdout
+    assert "prompt" in result.stdout and "cache on" in result.stdout
     written = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert written["trace"]["sessions"] == 2 and written["arms"][0]["runs"][0]["turns"] == 4
     again = ["bench", "session", *engine, "--trace", str(tmp_path / "trace.jsonl"), "--json", "-"]
