@@ -1,7 +1,7 @@
 """Options that `loopline bench session` and `loopline bench burst` share: who is asked, how often, and what is kept."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -144,20 +144,10 @@ def load_options(
 ) -> LoadOptions:
     """The options as one record. Raises typer.BadParameter for what does not fit, OperatorError as `check_targets`."""
     check_targets(json_path, plot_path)
-    targets = [Target(address, address)] if address is not None else []
-    targets += [Target(name, value) for name, value in (_named("--arm", one) for one in arm or ())]
-    targets += [_config(one) for one in config or ()]
-    given = _given(context)
-    if (engine is None) == (not targets):
-        raise typer.BadParameter(_TARGETS)
-    if engine is None:
-        refuse_together("an arm that is a cluster", _OF_ENGINES, given)
-        _distinct("--arm, --address and --config", [target.name for target in targets])
-    else:
-        refuse_together("--engine", _OF_CLUSTERS, given)
-        _check_engine(engine)
+    targets, given = _targets(arm, address, config), _given(context)
+    _check_who_is_asked(targets, engine, given)
     return LoadOptions(
-        targets=tuple(targets),
+        targets=targets,
         engine=engine,
         random_weights=random_weights,
         device=device,
@@ -181,6 +171,26 @@ def load_options(
     )
 
 
+def _targets(arms: list[str] | None, address: str | None, configs: list[str] | None) -> tuple[Target, ...]:
+    targets = [Target(address, address)] if address is not None else []
+    targets += [Target(name, value) for name, value in (_named("--arm", one) for one in arms or ())]
+    return (*targets, *(_config(one) for one in configs or ()))
+
+
+def _check_who_is_asked(targets: Sequence[Target], engine: str | None, given: Mapping[str, str]) -> None:
+    if (engine is None) == (not targets):
+        raise typer.BadParameter(_TARGETS)
+    if engine is None:
+        refuse_together("an arm that is a cluster", _OF_ENGINES, given)
+        _distinct("--arm, --address and --config", [target.name for target in targets])
+        return
+    refuse_together("--engine", _OF_CLUSTERS, given)
+    try:
+        spec_of(engine)
+    except ConfigError as error:
+        raise typer.BadParameter(f"--engine: {error}") from None
+
+
 def refuse_together(what: str, parameters: Iterable[str], given: Mapping[str, str]) -> None:
     """Raises BadParameter where one of `parameters` was given, of which none has a meaning beside `what`."""
     if options := [given[name] for name in parameters if name in given]:
@@ -194,13 +204,6 @@ def _given(context: typer.Context) -> dict[str, str]:
         if parameter.name and source is not None and source.name == "COMMANDLINE":
             named[parameter.name] = parameter.opts[0]
     return named
-
-
-def _check_engine(model: str) -> None:
-    try:
-        spec_of(model)
-    except ConfigError as error:
-        raise typer.BadParameter(f"--engine: {error}") from None
 
 
 def _named(option: str, text: str) -> tuple[str, str]:
