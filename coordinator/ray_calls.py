@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -59,8 +61,11 @@ class RayCalls:
     async def connect(self, address: str, options: Mapping[str, Any]) -> tuple[str, str]:
         """Attach to a cluster, or start one (`local`): its address, and this node's."""
         self._is_open = True  # from here on there may be something to end
-        # In a thread: from the main one Ray would take the signal handlers of this process.
-        return await asyncio.get_running_loop().run_in_executor(self._life, _connect, address, options)
+        # In a thread: from the main one Ray would set handlers of its own for signals.
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._life, _connect, address, options)
+        finally:
+            _take_back_signals()
 
     async def view(self) -> View:
         """What there is now; what is free is some moments old."""
@@ -112,6 +117,13 @@ class RayCalls:
 def words_of(error: BaseException) -> str:
     """All that Ray says, on one line: what matters most comes last."""
     return " ".join(str(error).split()) or repr(error)
+
+
+def _take_back_signals() -> None:
+    """Ray's library has put a handler before this process's own, which aborts it three seconds after a SIGTERM."""
+    if threading.current_thread() is threading.main_thread():  # no other may
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
+        signal.siginterrupt(signal.SIGTERM, False)  # as asyncio has it
 
 
 def _connect(address: str, options: Mapping[str, Any]) -> tuple[str, str]:

@@ -77,7 +77,7 @@ class RayStarter:
         try:
             options = self._of_own_cluster() if address == "local" else {}
             cluster, self._node_address = await self._calls.connect(address, options)
-        except RayCalls.FAULTS as error:
+        except Exception as error:  # of any kind: Ray raises plain ones, too
             hint = "; `ray start --head` starts one, and launcher.address: local has the launch start its own"
             raise OperatorError(
                 f"launcher.address is {address}: no Ray cluster to attach to: {words_of(error)}"

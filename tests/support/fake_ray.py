@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,7 @@ class FakeRay:
     actors: list[FakeActor] = field(default_factory=list)
     released: threading.Event = field(default_factory=threading.Event)
     unblocked: threading.Event = field(default_factory=threading.Event)  # kills wait for it
+    on_init: Callable[[], Any] = lambda: None
     lock: Any = field(default_factory=threading.RLock)
 
     def free(self) -> dict[str, dict[str, float]]:
@@ -125,6 +126,7 @@ class FakeRay:
     # ---- the module's own names --------------------------------------------------------------------------------------
 
     def init(self, **options: Any) -> None:
+        self.on_init()
         self.say("init")
 
     def shutdown(self) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import ctypes
 import importlib
+import os
 import signal
 import uuid
 from collections import Counter
@@ -199,6 +201,25 @@ def test_no_cluster_to_attach_to_is_said_with_rays_reason(ray: FakeRay, tmp_path
         with pytest.raises(OperatorError, match=r"launcher.address is auto: .*any running Ray instance.; `ray start"):
             async with opened(tmp_path):
                 pass
+
+    asyncio.run(main())
+
+
+def test_a_signal_is_this_process_s_own_again_once_ray_is_there(ray: FakeRay, tmp_path: Path) -> None:
+    """Ray's library puts a handler before it, of which Python does not know."""
+
+    async def main() -> None:
+        told = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, told.set)
+        c = ctypes.CDLL(None)
+        ray.on_init = lambda: c.signal(signal.SIGTERM, 1)  # SIG_IGN, from below
+        try:
+            async with opened(tmp_path):
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.wait_for(told.wait(), WAIT_S)
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
 
     asyncio.run(main())
 
