@@ -102,8 +102,10 @@ def make_starter(
     config: ClusterConfig, config_path: Path, forked_modules: Sequence[str] = (), fork_log: Path | None = None
 ) -> Starter:
     """What `launcher.kind` names. Workers of this machine are forked from a process that has loaded `forked_modules`
-    and writes `fork_log`, if there is one. Raises OperatorError where that kind is not installed."""
+    and writes `fork_log`, if there is one. Raises OperatorError where that kind is not installed, or where workers
+    of other machines could not reach those of this one."""
     if config.launcher.kind == "local":
+        config.require_reachable_workers()
         forks = ForkServer(forked_modules, fork_log) if fork_log is not None else None
         return LocalStarter(config_path, config.launcher.host, forks)
     try:

@@ -197,6 +197,17 @@ class ClusterConfig(Section):
         access = Access(tls, section.require_client_certificate, tokens, clients)
         return ClusterSecurity(Credentials(tls, tokens[0]), access)
 
+    def require_reachable_workers(self) -> None:
+        """To be asked before workers are launched on this machine. Raises ConfigError where they would be on loopback,
+        and the coordinator at an address for other machines: workers of those could join, but never reach these."""
+        coordinator, launcher = self.coordinator.host, self.launcher.host
+        is_here = is_loopback_host(coordinator) or is_every_host(coordinator)
+        if self.launcher.kind == "local" and is_loopback_host(launcher) and not is_here:
+            raise ConfigError(
+                f"launcher.host is {launcher}; allowed: an address that other machines reach, as they do "
+                f"coordinator.host, {coordinator}; or a coordinator.host of 127.0.0.1 or 0.0.0.0"
+            )
+
     def group(self, role: str) -> WorkerGroup:
         """The section of one role's workers. Raises ConfigError where there is no such role."""
         if role not in set(Role):
@@ -228,17 +239,11 @@ def _cross_faults(config: ClusterConfig) -> Iterator[tuple[str, object, str]]:
 
 
 def _host_faults(config: ClusterConfig) -> Iterator[tuple[str, str, str]]:
-    """Where other machines may reach the coordinator by its own address, they have to reach its workers too."""
-    coordinator, launcher = config.coordinator.host, config.launcher.host
-    for key, host in (("coordinator.host", coordinator), ("launcher.host", launcher)):
+    for key, host in (("coordinator.host", config.coordinator.host), ("launcher.host", config.launcher.host)):
         try:
             clean_host(host, key)
         except ConfigError:
             yield key, host, "a name or an address, without a port"
-    is_here = is_loopback_host(coordinator) or is_every_host(coordinator)
-    if config.launcher.kind == "local" and is_loopback_host(launcher) and not is_here:
-        allowed = f"an address that other machines reach, as they do coordinator.host, {coordinator}"
-        yield "launcher.host", launcher, f"{allowed}; or a coordinator.host of 127.0.0.1 or 0.0.0.0"
 
 
 def _replica_faults(config: ClusterConfig) -> Iterator[tuple[str, int, str]]:

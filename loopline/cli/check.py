@@ -49,6 +49,7 @@ def check(
     """Check a cluster YAML and its checkpoint folder, and plan its capacity: what fits, how long it takes, what limits
     it."""
     loaded = load_config(config)
+    loaded.require_reachable_workers()
     spec, is_there = read_geometry(loaded.model.path)
     check_prefix_cache(spec, PREFIX_CACHE[loaded.kv.prefix_cache], NoiseKey(loaded.model.noise_key))
     devices = [loaded.group(role).device for role in roles_of(loaded)]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
+from coordinator.starters import make_starter
 from loopline.config import ClusterConfig, load_config
 from loopline.config_sections import ModelConfig
 from loopline.errors import ConfigError
@@ -206,22 +207,23 @@ def test_what_cannot_even_be_read_is_a_fault_of_the_file(tmp_path: Path, text: s
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "head", "fd00::1"])
-def test_workers_on_loopback_are_refused_where_the_coordinator_has_an_address_for_others(
-    tmp_path: Path, host: str
-) -> None:
-    """Those of other machines could join there, and would then be refused once their models are loaded."""
-    fault = _fault(tmp_path, f"{{model: {{path: m}}, coordinator: {{host: '{host}'}}}}")
-    assert (
-        fault.startswith("launcher.host is 127.0.0.1; allowed: an address that other machines reach") and host in fault
-    )
+def test_no_workers_are_launched_on_loopback_where_those_of_other_machines_may_join(tmp_path: Path, host: str) -> None:
+    """Such workers would be refused once their models are loaded. To start all by hand the file is right."""
+    config = load_config(_write(tmp_path, f"{{model: {{path: m}}, coordinator: {{host: '{host}'}}}}"))
+    expected = "launcher.host is 127.0.0.1; allowed: an address that other machines reach"
+    with pytest.raises(ConfigError, match=f"{expected}.*{host}"):
+        config.require_reachable_workers()
+    with pytest.raises(ConfigError, match=expected):
+        make_starter(config, tmp_path / "cluster.yaml")
     for launcher in ("host: 10.0.0.1", "host: 0.0.0.0", "kind: ray"):
         text = f"{{model: {{path: m}}, coordinator: {{host: '{host}'}}, launcher: {{{launcher}}}}}"
-        assert load_config(_write(tmp_path, text)).coordinator.host == host
+        load_config(_write(tmp_path, text)).require_reachable_workers()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.1", "::1", "0.0.0.0", "::"])
 def test_workers_of_one_machine_are_on_loopback_by_default(tmp_path: Path, host: str) -> None:
     config = load_config(_write(tmp_path, f"{{model: {{path: m}}, coordinator: {{host: '{host}'}}}}"))
+    config.require_reachable_workers()
     assert config.launcher.host == "127.0.0.1"
 
 

@@ -132,7 +132,7 @@ def test_keys_that_need_each_other(tmp_path: Path, secrets: SecretSet) -> None:
         tmp_path, {"tls": {"ca_file": "a", "cert_file": "b", "key_file": "c", "x": 1}}
     )
     tls_and_token = {"tls": secrets.section()["tls"], **token}
-    load_config(config_of(tmp_path, tls_and_token, coordinator={"host": "10.0.0.5"}, launcher={"host": "10.0.0.5"}))
+    load_config(config_of(tmp_path, tls_and_token, coordinator={"host": "10.0.0.5"}))
 
 
 def test_a_file_that_is_wrong_is_named(tmp_path: Path, secrets: SecretSet) -> None:
