@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kernels.ops import PackedPlan, PackedRun
-from loopline.capacity.memory import SLACK_BYTES, most_prompt_tokens
 from loopline.engine.accuracy_gate import choose_prefill, gate_prompts
 from loopline.engine.batch import pinned_copier, signed_seed
 from loopline.engine.capacity import free_bytes
@@ -25,6 +24,7 @@ from loopline.engine.packed_loop import EagerPacked, GraphPacked, PackedLoop
 from loopline.engine.runner import Runner
 from loopline.errors import ConfigError, InvariantBroken
 from loopline.kv.arena import Arena, allocate_arena
+from loopline.kv.arena_size import SLACK_BYTES, most_prompt_tokens
 from loopline.kv.layout import KVLayout
 from loopline.kv.ledger import Ledger
 from loopline.model import LoopedModel

@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from loopline.capacity.memory import arena_budget, blocks_that_fit
 from loopline.errors import ConfigError
+from loopline.kv.arena_size import arena_budget, blocks_that_fit
 from loopline.kv.layout import KVLayout
 from loopline.settings import EngineSettings
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from loopline.bench.shapes import SHAPES, config_json
-from loopline.capacity.memory import blocks_that_fit, plan_arena
+from loopline.capacity.memory import plan_arena
 from loopline.capacity.plan import geometry_of
 from loopline.capacity.profiles import PROFILES
 from loopline.capacity.workers import Workload, plan_decode
@@ -20,6 +20,7 @@ from loopline.config import ClusterConfig
 from loopline.engine.capacity import blocks_for_arena, free_bytes
 from loopline.engine.local import LocalEngine
 from loopline.errors import ConfigError
+from loopline.kv.arena_size import blocks_that_fit
 from loopline.kv.ledger import Ledger
 from loopline.model_spec import load_model_spec
 from loopline.request import Request, SamplingParams
