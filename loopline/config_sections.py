@@ -110,7 +110,8 @@ class WorkerGroup(Section):
     chunk_tokens: Count = 256
     """Most prompt tokens of one request in one step; a multiple of kv.block_size."""
     max_token_loops: Count = 8192
-    """Most token-loops (tokens x depth) in one step."""
+    """Most token-loops (tokens x depth) in one step; tokens that are being generated run in any case, and beside them
+    the smallest pass over prompts."""
     deterministic: bool = True
     """On the CPU: a token's result depends neither on its batch nor on where it was computed."""
     num_threads: Count = 1

@@ -18,7 +18,8 @@ class SchedulerSettings:
     chunk_tokens: int = 256
     """Most prompt tokens of one request in one step; a multiple of the block size."""
     max_token_loops: int = 8192
-    """Most token-loops (tokens x depth) in one step; one decode row per running request always fits."""
+    """Most token-loops (tokens x depth) in one step; one decode row per running request always fits, and one pass over
+    prompts of the fewest rows beside them."""
     growth_share: float = 1.0
     """Share of a request's possible growth that is promised when it is let in. 1: whatever runs can finish. Below 1:
     more requests run at once, and the youngest are preempted and computed again when blocks run out."""

@@ -13,7 +13,8 @@ from loopline.sched.share import RowSteps
 
 
 class StepBudget:
-    """Counts down from `max_token_loops`. Decode rows are charged and never refused; prompt tokens get what is left."""
+    """Counts down from `max_token_loops`. Decode rows are charged and never refused; prompt tokens get what is left,
+    and a least share of each step, so that they end however many rows decode."""
 
     def __init__(self, max_token_loops: int, share: int | None = None, limit: "PromptLimit | None" = None) -> None:
         """`share`: prompt tokens that each loop of this step may carry; None: as many as the budget allows. `limit`: on
@@ -22,9 +23,9 @@ class StepBudget:
         self._share_left = share
         self._limit = limit
 
-    def charge_decode(self, token_loops: int) -> None:
-        """Count rows that run in any case."""
-        self._left -= token_loops
+    def charge_decode(self, token_loops: int, least_left: int = 0) -> None:
+        """Count rows that run in any case. `least_left`: token-loops that prompts keep beside them."""
+        self._left = max(self._left - token_loops, least_left)
 
     def charge_prompt(self, num_tokens: int, depth: int) -> None:
         """Count tokens of a chunk."""

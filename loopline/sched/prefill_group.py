@@ -72,8 +72,14 @@ class PrefillGroup:
         most = self._share.token_loops(decode, first_depth)
         limit = None if most is None else PromptLimit(most, self._share.rows)
         budget = StepBudget(self._settings.max_token_loops, self._settings.prefill_tokens_per_loop, limit)
-        budget.charge_decode(sum(rows * depth for depth, rows in decode.items()))
+        budget.charge_decode(sum(rows * depth for depth, rows in decode.items()), self._least(first_depth))
         return budget
+
+    def _least(self, depth: int) -> int:
+        """Token-loops of prompts in any step: a pass of the fewest rows, and no more than in a step of prompts alone,
+        which is what the engine has memory for. Prompts are a pass of their own, whatever decodes beside them."""
+        alone = max(self._settings.max_token_loops // depth, self._ledger.block_size)
+        return min(self._share.rows.padded(1), alone) * depth
 
     def _next_run(self, entry: Entry, budget: StepBudget, must_progress: bool) -> RowRun | None:
         block_size, first, total = self._ledger.block_size, entry.num_planned, len(entry.token_ids)
