@@ -96,3 +96,4 @@ class Assigned:
     decode: WorkerId | None = None  # on a prefill worker: whom it is prefilled for
     is_suspect: bool = False  # a worker was lost with it, and none has got on with it since
     prompt_token_loops: int = 0  # of `token_loops`, what the prompt costs
+    num_started_tokens: int = 0  # known when the attempt began: growth is promised from there

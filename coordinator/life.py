@@ -212,6 +212,7 @@ class Life:
                 awaits_prefill=waits,
                 is_suspect=self.is_suspect,
                 prompt_token_loops=prompt * loops,
+                num_started_tokens=self.request.num_known_tokens,
             )
         if self.prefill is not None and self.prefill_running:
             target = self.decode.worker if self.decode is not None else None

@@ -359,6 +359,8 @@ def _capacity_fault(capacity: Capacity) -> str | None:
     for name in ("block_size", "total_blocks", "max_running", "token_bytes"):
         if getattr(capacity, name) < 1:
             return f"{name} is {getattr(capacity, name)}; allowed: 1 and above"
+    if not 0 <= capacity.growth_share <= 1:
+        return f"growth_share is {capacity.growth_share}; allowed: 0 to 1"
     return None
 
 

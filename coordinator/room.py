@@ -30,7 +30,8 @@ def has_decode_room(view: WorkerView, request: Request) -> bool:
     """Whether a decode worker has a slot and blocks for one more request, beside all that it was given."""
     if view.sums.num_requests >= view.capacity.max_running:
         return False
-    return view.sums.most_blocks + view.blocks_for(request.max_kv_tokens) <= view.usable_blocks
+    needed = view.sums.most_blocks + view.blocks_to_take(request)
+    return needed <= view.usable_blocks and view.fits_alone(request)
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +46,7 @@ class WorkerRoom:
     num_suspects: int
     token_loops: int  # work that was given to it and is left
     prompt_token_loops: int  # of it, that of prompts
-    num_blocks: int  # on a prefill worker: of known tokens; on others: what may come to be needed
+    num_blocks: int  # on a prefill worker: of known tokens; on others: what it keeps for them
     usable_blocks: int
     max_running: int
     by_decode: dict[WorkerId, tuple[int, int]]  # on a prefill worker: (requests, blocks)
@@ -84,7 +85,8 @@ class WorkerRoom:
 
     def add(self, row: Assigned, sign: int) -> None:
         """Take a row up, or with `sign` -1 off again."""
-        blocks = self.view.blocks_for(row.max_kv_tokens if self.view.role.generates else row.num_known_tokens)
+        view = self.view
+        blocks = view.blocks_kept_for(row) if view.role.generates else view.blocks_for(row.num_known_tokens)
         self.num_requests += sign
         self.num_awaiting += sign * row.awaits_prefill
         self.num_suspects += sign * row.is_suspect
@@ -198,12 +200,14 @@ class Room:
         """Workers that may be asked for blocks: decode workers whose prefill workers have slots that nobody claims, and
         unified ones. `group`: only workers that compute the same. `in_pairs`: no unified one while a pair is ready."""
         claimed = self._count_claims()
-        max_kv_tokens, num_known_tokens = request.max_kv_tokens, request.num_known_tokens
+        num_known_tokens = request.num_known_tokens
 
         def is_able(room: WorkerRoom) -> bool:
             if room.is_held or room.num_requests >= room.max_running or (is_suspect and room.num_suspects):
                 return False
-            if room.num_blocks + room.view.blocks_for(max_kv_tokens) > room.usable_blocks:
+            if room.num_blocks + room.view.blocks_to_take(request) > room.usable_blocks:
+                return False
+            if not room.view.fits_alone(request):
                 return False
             if room.takes_whole:
                 return True
@@ -266,7 +270,7 @@ class Room:
 
     def _could_run(self, room: WorkerRoom, request: Request) -> bool:
         """Whether it would have room for the request, with nothing else to do."""
-        if room.view.blocks_for(request.max_kv_tokens) > room.usable_blocks:
+        if not room.view.fits_alone(request):
             return False
         return room.takes_whole or request.num_known_tokens <= self._pairing(room).ever_tokens
 

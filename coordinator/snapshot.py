@@ -8,6 +8,7 @@ from coordinator.effects import Assigned
 from loopline.identity import Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad, WorkerState
 from loopline.request import Request
 from loopline.security import is_loopback_host
+from loopline.settings import promised_tokens
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Sums:
     token_loops: int
     prompt_token_loops: int  # of these, those of prompts
     known_blocks: int  # for the tokens that are known
-    most_blocks: int  # that they may come to need
+    most_blocks: int  # that a worker that generates keeps for them, with the growth that it promised
     by_decode: Mapping[WorkerId, tuple[int, int]]  # on a prefill worker: (requests, known blocks) by whom they are for
 
 
@@ -82,7 +83,7 @@ class WorkerView:
         for row in self.assigned:
             blocks = self.blocks_for(row.num_known_tokens)
             known_blocks += blocks
-            most_blocks += self.blocks_for(row.max_kv_tokens)
+            most_blocks += self.blocks_kept_for(row)
             if row.decode is not None:
                 requests, held = by_decode.get(row.decode, (0, 0))
                 by_decode[row.decode] = (requests + 1, held + blocks)
@@ -100,6 +101,25 @@ class WorkerView:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of this worker that `num_tokens` tokens need."""
         return -(-num_tokens // self.capacity.block_size)
+
+    def blocks_kept_for(self, row: Assigned) -> int:
+        """Blocks that a worker which generates keeps for a request that it has: what it has written, or what was
+        promised when it was taken, whichever is more."""
+        share, most = self.capacity.growth_share, row.max_kv_tokens
+        if share == 1:
+            return self.blocks_for(most)
+        return self.blocks_for(
+            max(min(row.num_known_tokens, most), promised_tokens(row.num_started_tokens, most, share))
+        )
+
+    def blocks_to_take(self, request: Request) -> int:
+        """Blocks that a worker which generates must be able to keep, to take this request."""
+        known, most = request.num_known_tokens, request.max_kv_tokens
+        return self.blocks_for(promised_tokens(known, most, self.capacity.growth_share))
+
+    def fits_alone(self, request: Request) -> bool:
+        """Whether a worker which generates could finish this request with nothing else to do."""
+        return self.blocks_for(request.max_kv_tokens) <= self.usable_blocks
 
 
 @dataclass(frozen=True)

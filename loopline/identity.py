@@ -144,6 +144,7 @@ class Capacity:
     total_blocks: int
     max_running: int
     token_bytes: int  # KV bytes a token
+    growth_share: float = 1.0  # part of a request's possible growth that it promises when it takes one
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,11 @@ def peer_slots(max_running: int, peer_share: float) -> int:
     return max(1, int(max_running * peer_share))
 
 
+def promised_tokens(tokens_now: int, tokens_max: int, growth_share: float) -> int:
+    """Tokens that a worker keeps blocks for when it takes a request that has so many and may come to have so many."""
+    return tokens_now + int((tokens_max - tokens_now) * growth_share + 0.5)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FaultSettings:
     """Something that a worker does wrong on purpose, for tests. `loopline.faults` says which kinds there are."""

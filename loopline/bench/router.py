@@ -206,7 +206,8 @@ def _plain_round(scene: Scene, decisions: int, most_s: float) -> tuple[float, li
 
 
 def _row(request: Request) -> Assigned:
-    return Assigned(request.request_id, request.num_known_tokens, request.max_kv_tokens, _ANSWER_TOKENS * LOOPS, True)
+    known, most = request.num_known_tokens, request.max_kv_tokens
+    return Assigned(request.request_id, known, most, _ANSWER_TOKENS * LOOPS, True, num_started_tokens=known)
 
 
 def _figures(scene: Scene, arm: str, rounds: Sequence[tuple[float, list[float]]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from coordinator.effects import Assigned
 from coordinator.snapshot import ClusterSnapshot, WorkerView
 from loopline.identity import Fingerprint, Role, WorkerId
 from loopline.request import Request
-from loopline.settings import peer_slots
+from loopline.settings import peer_slots, promised_tokens
 
 
 def choose_decode(
@@ -104,12 +104,17 @@ def _has_decode_room(view: WorkerView, request: Request) -> bool:
     """Whether a decode worker has a slot and blocks for one more request, beside all that it was given."""
     if len(view.assigned) >= view.capacity.max_running:
         return False
-    return _worst_case_blocks(view) + _num_blocks(request.max_kv_tokens, view) <= view.usable_blocks
+    if _num_blocks(request.max_kv_tokens, view) > view.usable_blocks:
+        return False
+    promised = promised_tokens(request.num_known_tokens, request.max_kv_tokens, view.capacity.growth_share)
+    return sum(_kept_blocks(row, view) for row in view.assigned) + _num_blocks(promised, view) <= view.usable_blocks
 
 
-def _worst_case_blocks(view: WorkerView) -> int:
-    """Blocks that the requests given to a decode worker may come to need."""
-    return sum(_num_blocks(row.max_kv_tokens, view) for row in view.assigned)
+def _kept_blocks(row: Assigned, view: WorkerView) -> int:
+    """Blocks that a decode worker keeps for a request that it was given: those that it has come to need, or else those
+    that it was promised."""
+    promised = promised_tokens(row.num_started_tokens, row.max_kv_tokens, view.capacity.growth_share)
+    return _num_blocks(max(promised, min(row.num_known_tokens, row.max_kv_tokens)), view)
 
 
 def _has_prefill_blocks(decode: WorkerView, prefill: WorkerView, request: Request, snapshot: ClusterSnapshot) -> bool:

@@ -107,6 +107,7 @@ class Engine:
             total_blocks=self.ledger.total_blocks,
             max_running=self.settings.scheduler.max_running,
             token_bytes=self.layout.token_bytes,
+            growth_share=self.settings.scheduler.growth_share,
         )
 
     def fingerprint(self) -> Fingerprint:

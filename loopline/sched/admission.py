@@ -22,7 +22,7 @@ from loopline.request import Request
 from loopline.sched.entry import Entry, Phase
 from loopline.sched.policy import HoldsBack, RolePolicy, SharesRoom
 from loopline.sched.queue import WaitingQueue
-from loopline.settings import SchedulerSettings
+from loopline.settings import SchedulerSettings, promised_tokens
 
 _LOOK_AHEAD = 16
 """Most waiting requests that one tick looks at, so that a long queue costs no more than a short one."""
@@ -169,8 +169,7 @@ class Admission:
     def _hold(self, request: Request, num_known_tokens: int, digests: Sequence[bytes]) -> Allocation | None:
         """Blocks for a request's known tokens, and a promise for its growth; None if there is no room."""
         demand = self._policy.demand(request, num_known_tokens)
-        growth = demand.tokens_max - demand.tokens_now
-        most = demand.tokens_now + int(growth * self._settings.growth_share + 0.5)
+        most = promised_tokens(demand.tokens_now, demand.tokens_max, self._settings.growth_share)
         return self._ledger.reserve(demand.tokens_now, most, digests, request.params.loops)
 
     def _may_start(self, entry: Entry, running: Collection[str], admitted: Sequence[Entry]) -> bool:

@@ -45,7 +45,8 @@ def row_on(one: Request, view: WorkerView) -> Assigned:
     """As the tracker has it right after Reserve."""
     is_whole = view.role is Role.UNIFIED
     work = (one.params.max_tokens + one.num_known_tokens * is_whole) * one.params.loops
-    return Assigned(one.request_id, one.num_known_tokens, one.max_kv_tokens, work, not is_whole)
+    known = one.num_known_tokens
+    return Assigned(one.request_id, known, one.max_kv_tokens, work, not is_whole, num_started_tokens=known)
 
 
 @given(snapshot=snapshots(), queue=queues)

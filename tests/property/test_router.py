@@ -29,7 +29,9 @@ def snapshots(draw: st.DrawFn) -> ClusterSnapshot:
         for number in range(draw(st.integers(0, 2) if role is Role.UNIFIED else st.integers(1, 4))):
             fingerprint = draw(st.sampled_from((FINGERPRINT, FINGERPRINT, OTHER_FINGERPRINT)))
             blocks, slots = draw(st.integers(1, 3) | st.integers(4, 12)), draw(st.integers(1, 4))
-            one = register(f"{role}-{number}", role, fingerprint=fingerprint, total_blocks=blocks, max_running=slots)
+            share = draw(st.sampled_from((0.0, 0.3, 1.0)))
+            sizes = {"total_blocks": blocks, "max_running": slots}
+            one = register(f"{role}-{number}", role, fingerprint=fingerprint, growth_share=share, **sizes)
             registry.join(one, 0.0)
             members.append(one)
     for prefill in workers[Role.PREFILL]:
@@ -50,14 +52,16 @@ def snapshots(draw: st.DrawFn) -> ClusterSnapshot:
 @st.composite
 def rows_of(draw: st.DrawFn, worker: Register, decode: list[Register], number: int) -> Assigned:
     is_decode = worker.role.generates
+    known = draw(st.integers(1, 40))
     return Assigned(
         f"{worker.peer.name}/{number}",
-        draw(st.integers(1, 40)),
+        known,
         draw(st.integers(1, 60)),
         draw(st.integers(1, 50)),
         worker.role is Role.DECODE and draw(st.booleans()),
         None if is_decode else draw(st.sampled_from(decode)).peer.worker,
         not draw(st.integers(0, 5)),
+        num_started_tokens=draw(st.integers(1, known)),
     )
 
 
@@ -69,7 +73,10 @@ def requests(draw: st.DrawFn) -> Request:
 
 def given_rows(one: Request, decode: WorkerView, prefill: WorkerView | None) -> dict[WorkerId, Assigned]:
     awaits = prefill is None and decode.role is Role.DECODE
-    rows = {decode.worker: Assigned(one.request_id, one.num_known_tokens, one.max_kv_tokens, 8, awaits)}
+    known = one.num_known_tokens
+    rows = {
+        decode.worker: Assigned(one.request_id, known, one.max_kv_tokens, 8, awaits, num_started_tokens=known),
+    }
     if prefill is not None:
         rows[prefill.worker] = Assigned(
             one.request_id, one.num_known_tokens, one.max_kv_tokens, 9, False, decode.worker

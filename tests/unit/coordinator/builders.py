@@ -56,9 +56,10 @@ def register(
     max_running: int = 4,
     pid: int = 1,
     host: str = "127.0.0.1",
+    growth_share: float = 1.0,
 ) -> Register:
     worker = WorkerId(uuid or f"uuid-{name}", epoch)
-    capacity = Capacity(block_size=16, total_blocks=total_blocks, max_running=max_running, token_bytes=1024)
+    capacity = Capacity(16, total_blocks, max_running, token_bytes=1024, growth_share=growth_share)
     return Register(Peer(worker, name, f"{host}:{name}"), role, pid, fingerprint, capacity)
 
 

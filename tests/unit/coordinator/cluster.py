@@ -102,6 +102,7 @@ class ScriptedWorker:
     pid: int | None = None
     uuid: str | None = None
     host: str = "127.0.0.1"
+    growth_share: float = 1.0
     crash: "Callable[[ScriptedWorker, StartPrefill], Awaitable[bool]] | None" = None  # says that it computes nothing
     decodes_when_bound: bool = False  # for a decode worker that no prefill worker of this process can reach
     heard: list[CoordinatorMessage] = field(default_factory=list)
@@ -124,6 +125,7 @@ class ScriptedWorker:
             pid=self.pid or sum(self.name.encode()),
             uuid=self.uuid,
             host=self.host,
+            growth_share=self.growth_share,
         )
         self._channel = open_channel(self.cluster.address)
         stub: Any = cluster_pb2_grpc.ClusterStub

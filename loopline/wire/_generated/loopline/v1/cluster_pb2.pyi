@@ -72,16 +72,18 @@ class RegionManifest(_message.Message):
     def __init__(self, base_address: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., memory_kind: _Optional[str] = ..., device_id: _Optional[int] = ..., null_block: _Optional[int] = ...) -> None: ...
 
 class Capacity(_message.Message):
-    __slots__ = ("block_size", "total_blocks", "max_running", "token_bytes")
+    __slots__ = ("block_size", "total_blocks", "max_running", "token_bytes", "growth_share")
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_SHARE_FIELD_NUMBER: _ClassVar[int]
     block_size: int
     total_blocks: int
     max_running: int
     token_bytes: int
-    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., token_bytes: _Optional[int] = ...) -> None: ...
+    growth_share: float
+    def __init__(self, block_size: _Optional[int] = ..., total_blocks: _Optional[int] = ..., max_running: _Optional[int] = ..., token_bytes: _Optional[int] = ..., growth_share: _Optional[float] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("step", "busy", "running", "waiting", "token_loops", "promised_blocks", "blocks", "handoffs", "ignored", "budget", "known", "prompt_token_loops_per_s")
