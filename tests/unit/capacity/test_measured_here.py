@@ -25,7 +25,7 @@ MODELS = Path(__file__).parents[3] / "configs/models"
 FITTED = ("1x64,8x64,8x512,16x256", "1x64,1x256")
 OTHERS = ("4x256,12x128", "2x192")
 WITHIN = 0.25
-PASSES = 3
+PASSES = 5
 
 
 def _bench(model: Path, decode: str, prefill: str, path: Path) -> dict[str, Any]:
