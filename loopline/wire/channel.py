@@ -16,6 +16,7 @@ import grpc.aio
 from loopline.errors import AddressInUse, ConfigError
 from loopline.security import NO_CREDENTIALS, OPEN_ACCESS, Access, Credentials, Tls, is_loopback_host
 from loopline.wire.guard import interceptors, token_metadata
+from loopline.wire.reading import Reader
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 ERROR_KEY = "loopline-error"  # of trailing metadata: the name of a class in loopline/errors.py
@@ -58,8 +59,10 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
 
 
 def make_server(access: Access = OPEN_ACCESS, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> grpc.aio.Server:
-    """A grpc.aio server that lets in what `access` says; `bind` gives it its port."""
-    return grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors(access))
+    """A grpc.aio server that lets in what `access` says; `bind` gives it its port. A request that cannot be parsed is
+    its caller's fault."""
+    inside = [*interceptors(access), Reader()]  # whoever is not let in has nothing parsed
+    return grpc.aio.server(options=server_options(max_message_bytes), interceptors=inside)
 
 
 def open_channel(
