@@ -73,6 +73,14 @@ _LINK_FAULTS = (
 )
 
 
+FROM_PREFILL = 1
+"""Tokens of an attempt that come with its prompt: one that brought no more got nowhere, or else a request that ends
+every decode worker would end as many as it has tokens."""
+MOST_UNANSWERED = 10
+"""Losses of workers that had not answered Reserve, before these count as attempts, too: a request that ends workers by
+being offered to them has an end."""
+
+
 @dataclass(frozen=True)
 class Books:
     """What a worker says that it has of requests, after it had handled everything that came to it until `as_of_s`."""
@@ -100,14 +108,15 @@ class Life:
     generated: list[int] = field(default_factory=list)
     decode: Peer | None = None
     prefill: Peer | None = None
-    takes_whole: bool = False  # the decode worker is a unified one
+    takes_whole: bool = False  # the decode worker computes the prompt in any case
     is_local: bool = False  # the decode worker computes the prompt, or has
     fetch_from_tokens: int = 0  # as in the StartPrefill of this generation
     handoff_open: bool = False  # the decode worker has not shown that it has the whole handoff
     writer_left: bool = False  # the prefill worker has drained and gone while `handoff_open`
     prefill_running: bool = False  # the prefill worker computes, or is about to
     fruitless_attempts: int = 0  # in a row: those in which no decode worker computed a token
-    is_suspect: bool = False  # the last of these ended with the loss of a worker
+    unanswered_losses: int = 0  # of workers that were asked to reserve and had not answered
+    is_suspect: bool = False  # a worker was lost with it, and none has got on with it since
     delivered_in_attempt: int = 0
     cached_tokens: int = 0  # of the known tokens, at the decode worker that holds the reservation
     found_tokens: int = 0  # of them, those that the worker which computed the prompt last had
@@ -177,6 +186,18 @@ class Life:
         self.sound_at_s[decode.worker] = self.began_at_s = now_s
         if self.left_queue_at_s is None:
             self.left_queue_at_s = now_s
+
+    def charge(self, cause: Cause, *, is_loss: bool) -> None:
+        """Count an attempt that failed, if it got nowhere. The loss of a worker that had not answered Reserve is none:
+        it may have been gone when it was asked, and those that are gone together would use up all attempts."""
+        no_progress = FROM_PREFILL if is_loss or cause is Cause.INTERNAL else 0
+        if self.delivered_in_attempt > no_progress:
+            return
+        self.is_suspect = self.is_suspect or is_loss
+        if is_loss and self.state is State.RESERVING and self.unanswered_losses < MOST_UNANSWERED:
+            self.unanswered_losses += 1
+        else:
+            self.fruitless_attempts += 1
 
     def leave_workers(self) -> None:
         """Forget the current generation's workers, keeping their names for the route."""

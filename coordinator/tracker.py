@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.effects import Assigned, AttemptFailed, Deliver, Effect, End, Ending, Freed, Requeue, Send
-from coordinator.life import LOCAL, Books, Life, Move, State
+from coordinator.life import FROM_PREFILL, LOCAL, Books, Life, Move, State
 from coordinator.lives import Lives
 from coordinator.strays import Strays
 from loopline.clock import Clock
@@ -33,9 +33,6 @@ from loopline.messages import (
 from loopline.request import FinishReason, Request
 
 MAX_FRUITLESS_ATTEMPTS = 3
-_FROM_PREFILL = 1
-"""Tokens of an attempt that come with its prompt: one that brought no more got nowhere, or else a request that ends
-every decode worker would end as many as it has tokens."""
 _GOT_NOWHERE = "brought no token of a decode worker"
 _FREE_REFUSALS = (Cause.NO_ROOM, Cause.DRAINING)  # a worker that said so has not tried
 _FINAL_CAUSES = {Cause.TOO_LARGE: Ending.TOO_LARGE, Cause.INVALID: Ending.INVALID, Cause.DEADLINE: Ending.DEADLINE}
@@ -303,7 +300,7 @@ class Tracker:
         if row.token_id is not None:
             life.generated.append(row.token_id)
             life.delivered_in_attempt += 1
-            if life.delivered_in_attempt > _FROM_PREFILL:
+            if life.delivered_in_attempt > FROM_PREFILL:
                 life.fruitless_attempts, life.is_suspect = 0, False
             effects.append(Deliver(life.request.request_id, row))
         if row.finish is not None:
@@ -354,10 +351,8 @@ class Tracker:
         fault = () if is_loss else life.fault(cause, culprit or worker)
         begun_s = life.began_at_s if fault else None
         failed = [] if is_free else [AttemptFailed(life.request.request_id, cause, detail, fault, begun_s)]
-        no_progress = _FROM_PREFILL if is_loss or cause is Cause.INTERNAL else 0
-        if not is_free and life.delivered_in_attempt <= no_progress:
-            life.fruitless_attempts += 1
-            life.is_suspect = life.is_suspect or is_loss
+        if not is_free:
+            life.charge(cause, is_loss=is_loss)
         if life.fruitless_attempts >= MAX_FRUITLESS_ATTEMPTS:
             text = f"given up after {life.fruitless_attempts} attempts that {_GOT_NOWHERE}, the last one: {detail}"
             return [*failed, *self._close(life, Ending.GIVEN_UP, cancels, text)]

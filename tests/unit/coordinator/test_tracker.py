@@ -3,7 +3,7 @@
 import pytest
 
 from coordinator.effects import AttemptFailed, Deliver, Effect, End, Ending, Freed, Requeue, Send
-from coordinator.life import TABLE, Move, State
+from coordinator.life import MOST_UNANSWERED, TABLE, Move, State
 from coordinator.tracker import MAX_FRUITLESS_ATTEMPTS, Tracker
 from loopline.errors import IllegalTransition
 from loopline.identity import Cause, HandoffKey
@@ -271,6 +271,18 @@ def test_a_token_of_a_decode_worker_starts_the_count_of_attempts_over() -> None:
     for number in range(1, 10):
         attempt(tracker, number, 3 + 2 * number, count=2)
         assert Requeue("r1") in tracker.on_worker_lost(D.worker, "decode-0")
+
+
+def test_a_worker_that_had_not_answered_says_nothing_of_the_request() -> None:
+    tracker = Bench().tracker
+    for number in range(1, MOST_UNANSWERED + 1):
+        tracker.reserve("r1", D)
+        assert tracker.on_worker_lost(D.worker, "decode-0")[-1] == Requeue("r1"), number
+        assert tracker.is_suspect("r1")
+    for _ in range(MAX_FRUITLESS_ATTEMPTS):
+        tracker.reserve("r1", D)
+        effects = tracker.on_worker_lost(D.worker, "decode-0")
+    assert the_end(effects).outcome.ending is Ending.GIVEN_UP
 
 
 def test_a_request_that_ends_decode_workers_is_given_up_whatever_prefill_workers_make_of_it() -> None:
