@@ -88,13 +88,14 @@ class Dispatcher:
         self._most_unread = unread_tokens
         self._most_arena_tokens = 0
         self._tracker = Tracker(clock, reply_timeout_s)
-        self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share)
+        rule = sources or SourceRule()
+        self._registry = Registry(lease_s, rate_floor_bytes_per_s, peer_share, rule)
         self.metrics = CoordinatorMetrics(clock, self._tracker.ignored)
         self._traces = RequestTraces(tracing)
         self._reply_watch = ReplyWatch(self._tracker, self._registry, self._carry_out, reply_timeout_s)
         self._router = Router(policy or LeastWork())
         self._queue = RequestQueue(queue_limit)
-        self._placer = Placer(clock, self._tracker, self._queue, self._router, self._carry_out, sources or SourceRule())
+        self._placer = Placer(clock, self._tracker, self._queue, self._router, self._carry_out, rule)
         self._workers: dict[WorkerId, WorkerStream] = {}
         self._clients = Clients(unread_tokens, self._on_deadline)
         self._leases = LeaseTimer(clock, lease_s, self._registry.next_expiry_s, self._lose_expired)

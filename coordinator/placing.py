@@ -19,7 +19,7 @@ from loopline.request import Limits, PrefixSource, Request, check_size
 _MOST_PASSED = 256
 """Requests without room that a round goes past: where some fit a few workers only, what a round costs has a bound."""
 PROBES = SourceRule(choice=PrefixSource.RECOMPUTE)
-"""A probe takes the whole way."""
+"""A probe takes the whole way, where there is a pair and other requests take it."""
 
 
 class Placer:
@@ -46,7 +46,7 @@ class Placer:
 
     def place(self, awaiting: Iterable[str], snapshot: ClusterSnapshot, limits: Limits, probe_id: str | None) -> None:
         """One round. `awaiting` hold a reservation; the request `probe_id` takes the whole way wherever a pair is
-        ready: it is what shows that one works."""
+        ready and any request would take it: it is what shows that one works."""
         placing = self._router.begin(snapshot, self._clock.now_s())
         self._bind_prefill_workers(awaiting, placing, probe_id)
         self._reserve_decode_workers(placing, limits, probe_id)
@@ -65,7 +65,8 @@ class Placer:
             prefill = placing.choose_prefill(request, decode, is_suspect=self._tracker.is_suspect(request_id))
             in_decode = request.num_known_tokens - self._tracker.num_uncached(request_id)
             facts = placing.source_facts(request, decode, in_decode, prefill)
-            source = (PROBES if request_id == probe_id else self._sources).choose(facts)
+            is_whole_way = request_id == probe_id and placing.has_pair(decode)
+            source = (PROBES if is_whole_way else self._sources).choose(facts)
             if source is PrefixSource.LOCAL:
                 self._carry_out(self._tracker.start_local(request_id))
             elif source is not None and prefill is not None:
@@ -89,12 +90,12 @@ class Placer:
             if not has_delivered and self._end_if_too_large(request, limits):
                 continue
             is_suspect = self._tracker.is_suspect(request_id)
-            in_pairs = request_id == probe_id
+            in_pairs = request_id == probe_id and not self._sources.is_local_only
             decode = placing.choose_decode(request, group, is_suspect=is_suspect, in_pairs=in_pairs)
             if decode is not None:
                 self._queue.remove(request_id, self._clock.now_s())
                 self._groups[request_id] = decode.group
-                takes_whole = decode.role is Role.UNIFIED
+                takes_whole = decode.role is Role.UNIFIED or self._sources.is_local_only
                 self._carry_out(self._tracker.reserve(request_id, decode.peer, takes_whole=takes_whole))
                 placing.placed(request, {}, self._tracker.assignment(request_id))
             elif is_suspect and placing.has_suspects:

@@ -66,6 +66,15 @@ class SourceRule:
     choice: str = AUTO
     local_below_tokens: int = 0
 
+    @property
+    def is_local_only(self) -> bool:
+        """Whether decode workers compute all prompts, and need no prefill worker."""
+        return self.choice == PrefixSource.LOCAL
+
+    def may_be_local(self, known_tokens: int) -> bool:
+        """Whether a decode worker may compute this prompt where no prefill worker has room, whatever it has of it."""
+        return self.is_local_only or (self.choice == AUTO and known_tokens < self.local_below_tokens)
+
     def choose(self, facts: SourceFacts) -> PrefixSource | None:
         """The way for one prompt, or None: it waits for a prefill worker. A fetch without anything to fetch is a
         recompute."""

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from coordinator.effects import Assigned, Send
 from coordinator.life import Books
+from coordinator.prefix_source import SourceRule
 from coordinator.snapshot import ClusterSnapshot, Link, WorkerView, is_loopback
 from loopline.errors import OperatorError
 from loopline.identity import LAST_EPOCH, Capacity, Role, WorkerId, WorkerLoad, WorkerState
@@ -72,9 +73,17 @@ class _Member:
 class Registry:
     """Workers by WorkerId, in order of joining."""
 
-    def __init__(self, lease_s: float, rate_floor_bytes_per_s: float | None = None, peer_share: float = 1.0) -> None:
+    def __init__(
+        self,
+        lease_s: float,
+        rate_floor_bytes_per_s: float | None = None,
+        peer_share: float = 1.0,
+        sources: SourceRule | None = None,
+    ) -> None:
         """A link that is slower than the floor is used, with a warning. `peer_share`: part of a prefill worker's slots
-        that one of its several decode workers may have."""
+        that one of its several decode workers may have. `sources`: where decode workers compute all prompts they are
+        ready without a link."""
+        self._sources = sources or SourceRule()
         self._lease_s = lease_s
         self._rate_floor = rate_floor_bytes_per_s
         self._peer_share = peer_share
@@ -276,7 +285,7 @@ class Registry:
         gone = {m.register.peer.name: m for m in self._lost.values() if m.register.peer.name not in names}
         members = [*self._alive.values(), *(member for member in gone.values() if not member.left)]
         views = (self._view(member, now_s, assigned.get(member.worker, ())) for member in members)
-        return ClusterSnapshot(tuple(views), self._peer_share)
+        return ClusterSnapshot(tuple(views), self._peer_share, sources=self._sources)
 
     def _view(self, member: _Member, now_s: float, assigned: tuple[Assigned, ...]) -> WorkerView:
         register = member.register
@@ -284,7 +293,7 @@ class Registry:
         return WorkerView(
             peer=register.peer,
             role=register.role,
-            state=_state(member, bool(pairs) or register.role is Role.UNIFIED),
+            state=_state(member, bool(pairs) or self._is_able_alone(register.role)),
             pid=register.pid,
             metrics_address=register.metrics_address,
             group=register.fingerprint,
@@ -299,12 +308,15 @@ class Registry:
 
     @property
     def can_serve(self) -> bool:
-        """Whether a decode worker with a link, or a unified one, is ready."""
+        """Whether a decode worker with a link, or one that needs none, is ready."""
         generating = (member for member in self._alive.values() if member.register.role.generates)
         return any(
-            not member.draining and (member.register.role is Role.UNIFIED or self._ready_pairs(member))
+            not member.draining and (self._is_able_alone(member.register.role) or self._ready_pairs(member))
             for member in generating
         )
+
+    def _is_able_alone(self, role: Role) -> bool:
+        return role is Role.UNIFIED or (role is Role.DECODE and self._sources.is_local_only)
 
     def _ready_pairs(self, member: _Member) -> tuple[WorkerId, ...]:
         """Found for all workers at once, when links have changed. Workers with equal links have one tuple."""

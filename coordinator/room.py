@@ -41,6 +41,7 @@ class WorkerRoom:
     view: WorkerView
     group: int
     name: str
+    takes_whole: bool  # it computes prompts itself, and needs no prefill worker
     num_requests: int
     num_awaiting: int
     num_suspects: int
@@ -53,12 +54,13 @@ class WorkerRoom:
     is_held: bool = False  # kept for a request that found no room
 
     @classmethod
-    def of(cls, view: WorkerView, group: int) -> "WorkerRoom":
+    def of(cls, view: WorkerView, group: int, *, takes_whole: bool = False) -> "WorkerRoom":
         sums = view.sums
         return cls(
             view=view,
             group=group,
             name=view.peer.name,
+            takes_whole=takes_whole,
             num_requests=sums.num_requests,
             num_awaiting=sums.num_awaiting,
             num_suspects=sums.num_suspects,
@@ -73,11 +75,6 @@ class WorkerRoom:
     @property
     def worker(self) -> WorkerId:
         return self.view.peer.worker
-
-    @property
-    def takes_whole(self) -> bool:
-        """Whether it computes prompts itself, and needs no prefill worker."""
-        return self.view.role is Role.UNIFIED
 
     @property
     def free_slots(self) -> int:
@@ -154,14 +151,18 @@ class Room:
         self._groups: dict[Fingerprint, int] = {}
         self._group_ids: dict[int, int] = {}  # by the identity of a fingerprint that the snapshot keeps alive
         generating = [view for role in Role if role.generates for view in snapshot.with_role(role)]
-        self._decode = [WorkerRoom.of(view, self._group(view.group)) for view in generating]  # unified ones, too
+        all_whole = snapshot.sources.is_local_only
+        self._decode = [  # unified ones, too
+            WorkerRoom.of(view, self._group(view.group), takes_whole=all_whole or view.role is Role.UNIFIED)
+            for view in generating
+        ]
         prefill = [WorkerRoom.of(view, self._group(view.group)) for view in snapshot.with_role(Role.PREFILL)]
         self._prefill = {room.worker: room for room in prefill}
         self._by_worker = {room.worker: room for room in (*self._decode, *prefill)}
         self._pairings: dict[object, _Pairing] = {}
         self._pairing_of: dict[WorkerId, _Pairing] = {}
         self._with_bad_link = {decode for _, decode in snapshot.avoided.links}
-        self._takers: dict[int | None, list[WorkerRoom]] = {}
+        self._takers: dict[tuple[int | None, bool], list[WorkerRoom]] = {}
         self._claimed: dict[int, int] | None = None  # prefill slots by group; None: to be counted
         self._homeless: list[tuple[int, int]] = []  # (known, most) tokens of requests that found no room anywhere
         self._num_given = sum(room.num_requests for room in self._by_worker.values())
@@ -178,7 +179,7 @@ class Room:
     @property
     def is_all_held(self) -> bool:
         """Whether each worker that takes work is kept for some request."""
-        return all(room.is_held for room in self._decode_takers(None))
+        return all(room.is_held for room in self._decode_takers(None, self._snapshot.sources.may_be_local(0)))
 
     def is_hopeless(self, request: Request) -> bool:
         """Whether a request no larger than this one has found no room anywhere, and holds what this one would hold."""
@@ -189,7 +190,7 @@ class Room:
         """The request has found no room: keep for it whoever could run it. The arguments are those of `for_decode`."""
         if self.is_hopeless(request):
             return
-        for room in self._takers_for(group, in_pairs):
+        for room in self._takers_for(request, group, in_pairs):
             room.is_held = room.is_held or self._could_run(room, request)
         if group is None and not in_pairs:
             self._homeless = [*self._homeless[1 - _MOST_SIZES :], (request.num_known_tokens, request.max_kv_tokens)]
@@ -198,9 +199,11 @@ class Room:
         self, request: Request, group: Fingerprint | None, is_suspect: bool, *, in_pairs: bool = False
     ) -> Candidates:
         """Workers that may be asked for blocks: decode workers whose prefill workers have slots that nobody claims, and
-        unified ones. `group`: only workers that compute the same. `in_pairs`: no unified one while a pair is ready."""
+        those that may compute the prompt themselves. `group`: only workers that compute the same. `in_pairs`: only
+        those of pairs while one is ready."""
         claimed = self._count_claims()
         num_known_tokens = request.num_known_tokens
+        may_be_local = self._snapshot.sources.may_be_local(num_known_tokens)
 
         def is_able(room: WorkerRoom) -> bool:
             if room.is_held or room.num_requests >= room.max_running or (is_suspect and room.num_suspects):
@@ -209,14 +212,14 @@ class Room:
                 return False
             if not room.view.fits_alone(request):
                 return False
-            if room.takes_whole:
+            if room.takes_whole or may_be_local:
                 return True
             pairing = self._pairing(room)
             if num_known_tokens > pairing.most_tokens:
                 return False
             return claimed[room.group] < pairing.num_free and room.num_awaiting < self._slots(room, pairing)
 
-        return Candidates(self._takers_for(group, in_pairs), is_able, self._content())
+        return Candidates(self._takers_for(request, group, in_pairs), is_able, self._content())
 
     def for_prefill(self, request: Request, decode: WorkerRoom, is_suspect: bool) -> Candidates:
         """Prefill workers that may be bound for a request that holds a reservation on `decode`."""
@@ -262,29 +265,35 @@ class Room:
             self._group_ids[id(fingerprint)] = number
         return number
 
-    def _takers_for(self, group: Fingerprint | None, in_pairs: bool) -> list[WorkerRoom]:
-        takers = self._decode_takers(None if group is None else self._group(group))
-        if in_pairs:
-            return [room for room in takers if not room.takes_whole and self._pairing(room).prefill] or takers
-        return takers
+    def has_pair(self, decode: WorkerRoom) -> bool:
+        """Whether a prefill worker that is ready can be bound for its requests."""
+        return decode.view.role is Role.DECODE and bool(self._pairing(decode).prefill)
+
+    def _takers_for(self, request: Request, group: Fingerprint | None, in_pairs: bool) -> list[WorkerRoom]:
+        may_be_local = self._snapshot.sources.may_be_local(request.num_known_tokens)
+        takers = self._decode_takers(None if group is None else self._group(group), may_be_local)
+        return [room for room in takers if self.has_pair(room)] or takers if in_pairs else takers
 
     def _could_run(self, room: WorkerRoom, request: Request) -> bool:
         """Whether it would have room for the request, with nothing else to do."""
         if not room.view.fits_alone(request):
             return False
-        return room.takes_whole or request.num_known_tokens <= self._pairing(room).ever_tokens
+        known = request.num_known_tokens
+        is_alone = room.takes_whole or self._snapshot.sources.may_be_local(known)
+        return is_alone or known <= self._pairing(room).ever_tokens
 
-    def _decode_takers(self, group: int | None) -> list[WorkerRoom]:
-        """Decode workers that take work; those that are avoided only where no other one is ready."""
-        if group not in self._takers:
+    def _decode_takers(self, group: int | None, with_unpaired: bool) -> list[WorkerRoom]:
+        """Decode workers that take work; those that are avoided only where no other one is ready. `with_unpaired`:
+        those without a prefill worker, too."""
+        key = group, with_unpaired
+        if key not in self._takers:
+            states = (WorkerState.READY, *([WorkerState.STARTING] if with_unpaired else []))
             ready = [
-                room
-                for room in self._decode
-                if room.view.state is WorkerState.READY and (group is None or room.group == group)
+                room for room in self._decode if room.view.state in states and (group is None or room.group == group)
             ]
             good = [room for room in ready if not self._is_avoided(room)]
-            self._takers[group] = [room for room in good or ready if not room.view.refused]
-        return self._takers[group]
+            self._takers[key] = [room for room in good or ready if not room.view.refused]
+        return self._takers[key]
 
     def _is_avoided(self, room: WorkerRoom) -> bool:
         if room.worker in self._snapshot.avoided.workers:

@@ -97,7 +97,7 @@ class Round:
         in_pairs: bool = False,
     ) -> WorkerView | None:
         """The decode or unified worker to ask for blocks, or None: no room now. `group`: only workers that compute the
-        same. `in_pairs`: no unified one while a pair is ready."""
+        same. `in_pairs`: only those of pairs while one is ready."""
         if self._room.is_hopeless(request):
             return None
         candidates = self._room.for_decode(request, group, is_suspect, in_pairs=in_pairs)
@@ -105,6 +105,11 @@ class Round:
             return None
         hints = self._hints(request, Role.DECODE)
         return _checked(self._router.policy.choose_decode(request, candidates, hints), candidates)
+
+    def has_pair(self, decode: WorkerId) -> bool:
+        """Whether a prefill worker that is ready can be bound for requests on this decode worker."""
+        room = self._room.find(decode)
+        return room is not None and self._room.has_pair(room)
 
     def choose_prefill(self, request: Request, decode: WorkerId, *, is_suspect: bool = False) -> WorkerView | None:
         """The prefill worker to bind for a request that holds a reservation on `decode`, or None: no room now."""

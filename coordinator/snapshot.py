@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from coordinator.effects import Assigned
+from coordinator.prefix_source import SourceRule
 from loopline.identity import Capacity, Fingerprint, Peer, Role, WorkerId, WorkerLoad, WorkerState
 from loopline.request import Request
 from loopline.security import is_loopback_host
@@ -138,6 +139,7 @@ class ClusterSnapshot:
     workers: tuple[WorkerView, ...]
     peer_share: float = 1.0  # part of a prefill worker's slots that one of its several decode workers may have
     avoided: Avoided = field(default_factory=Avoided)
+    sources: SourceRule = field(default_factory=SourceRule)  # who may compute prompts
 
     def with_role(self, role: Role) -> list[WorkerView]:
         return [view for view in self.workers if view.role is role and view.state is not WorkerState.LOST]
@@ -152,10 +154,11 @@ class ClusterSnapshot:
             for view in self.with_role(role):
                 sizes = most.setdefault(view.group, {})
                 sizes[role] = max(sizes.get(role, 0), view.capacity.total_blocks * view.capacity.block_size)
-        whole = [
-            max(min(sizes.get(Role.PREFILL, 0), sizes.get(Role.DECODE, 0)), sizes.get(Role.UNIFIED, 0))
-            for sizes in most.values()
-        ]
+        whole = []
+        for sizes in most.values():
+            decode, unified = sizes.get(Role.DECODE, 0), sizes.get(Role.UNIFIED, 0)
+            pair = decode if self.sources.is_local_only else min(sizes.get(Role.PREFILL, 0), decode)
+            whole.append(max(pair, unified))
         return max(whole, default=0) or None
 
 

@@ -243,14 +243,15 @@ def test_nothing_is_prefilled_locally_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize("choice", ["local", "recompute", "fetch"])
-def test_a_way_that_is_forced_is_taken_by_all_but_the_probe(choice: str) -> None:
+def test_a_way_that_is_forced_is_taken_by_all(choice: str) -> None:
     async def script(cluster: ScriptedCluster) -> None:
         prefill, decode = await cluster.pair()
         await cluster.until_idle()
-        (probe,) = prefill.heard_of(StartPrefill)
-        assert not probe.fetch_from_tokens and not decode.heard_of(StartLocalPrefill), (
-            "the probe shows that a pair works"
-        )
+        probes = prefill.heard_of(StartPrefill), decode.heard_of(StartLocalPrefill)
+        if choice == "local":
+            assert len(probes[1]) == 1 and not probes[0], "no request needs a pair"
+        else:
+            assert [one.fetch_from_tokens for one in probes[0]] == [0] and not probes[1], "it shows that a pair works"
         for cached in (0, 4):
             decode.cached_tokens = cached
             answer = await Answer(cluster, message(max_tokens=4)).whole()
@@ -258,7 +259,7 @@ def test_a_way_that_is_forced_is_taken_by_all_but_the_probe(choice: str) -> None
             assert source == ("local" if choice == "local" else "recompute"), "a scripted worker fetches nothing"
         fetches = [start.fetch_from_tokens for start in prefill.heard_of(StartPrefill)[1:]]
         assert fetches == {"local": [], "recompute": [0, 0], "fetch": [0, 1]}[choice]
-        assert len(decode.heard_of(StartLocalPrefill)) == (2 if choice == "local" else 0)
+        assert len(decode.heard_of(StartLocalPrefill)) == (3 if choice == "local" else 0)
         await cluster.until_idle()
 
     run(script, routing={"prefix_source": choice, "local_prefill_below_tokens": 5})
