@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 import grpc
 import grpc.aio
 
-from loopline.errors import AddressInUse, ConfigError
+from loopline.errors import AddressInUse, ConfigError, InvalidRequest
 from loopline.security import NO_CREDENTIALS, OPEN_ACCESS, Access, Credentials, Tls, is_loopback_host
 from loopline.wire.guard import interceptors, token_metadata
 from loopline.wire.reading import Reader
@@ -61,7 +61,8 @@ def channel_options(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> list[
 def make_server(access: Access = OPEN_ACCESS, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> grpc.aio.Server:
     """A grpc.aio server that lets in what `access` says; `bind` gives it its port. A request that cannot be parsed is
     its caller's fault."""
-    inside = [*interceptors(access), Reader()]  # whoever is not let in has nothing parsed
+    reader = Reader(((ERROR_KEY, InvalidRequest.__name__),))
+    inside = [*interceptors(access), reader]  # whoever is not let in has nothing parsed
     return grpc.aio.server(options=server_options(max_message_bytes), interceptors=inside)
 
 

@@ -29,6 +29,10 @@ class _Unreadable:
 class Reader(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run time it takes none
     """Answers in place of the service where a request cannot be parsed."""
 
+    def __init__(self, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+        """`metadata`: what trails such an answer."""
+        self._metadata = metadata
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
@@ -38,10 +42,10 @@ class Reader(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run ti
         handler = await continuation(handler_call_details)
         if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
-        return _checked(handler, str(details.method))
+        return _checked(handler, str(details.method), self._metadata)
 
 
-def _checked(handler: Handler, method: str) -> Handler:
+def _checked(handler: Handler, method: str, metadata: tuple[tuple[str, str], ...]) -> Handler:
     """The same, asked only for what could be parsed."""
     behaviour = handler.unary_stream if handler.response_streaming else handler.unary_unary
 
@@ -54,7 +58,7 @@ def _checked(handler: Handler, method: str) -> Handler:
     async def answer(message: Any, context: Any) -> Any:
         if isinstance(message, _Unreadable):
             logger.info("%s: %s: %s", method, _TEXT, message.detail)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{_TEXT} ({message.detail})")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{_TEXT} ({message.detail})", metadata)
         given = behaviour(message, context)
         if not inspect.isasyncgen(given):
             return await given

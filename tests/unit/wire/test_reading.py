@@ -111,6 +111,7 @@ def test_every_string_of_every_request_has_to_be_text(caplog: pytest.LogCaptureF
     for (method, path, _), end in zip(bad, ends, strict=True):
         assert end.code() is grpc.StatusCode.INVALID_ARGUMENT, f"{method} {path}: {end}"
         assert "not UTF-8" in str(end.details())
+        assert dict(end.trailing_metadata())["loopline-error"] == "InvalidRequest"
     assert not called
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING or record.exc_info]
     assert len([record for record in caplog.records if "cannot be parsed" in record.getMessage()]) == len(bad)
