@@ -27,7 +27,7 @@ def test_a_conversation_stays_on_its_decode_worker(tmp_path: Path) -> None:
     engine = LocalEngine(EngineSettings(model_path=str(SMALL), dtype="fp32", num_blocks=64, prefix_cache="off"))
     prompt = prompt_of(1, FIRST)
     with faulty(
-        tmp_path, {"worker": "decode-0", "do": "kill", "at": "local", "nth": 3}, checkpoint=SMALL, **GROUPS
+        tmp_path, {"worker": "decode-0", "do": "kill", "at": "local", "nth": 4}, checkpoint=SMALL, **GROUPS
     ) as cluster:
         pid = cluster.workers()["decode-0"].pid
         first = ask(cluster, prompt)
@@ -43,8 +43,8 @@ def test_a_conversation_stays_on_its_decode_worker(tmp_path: Path) -> None:
         assert cluster.workers()["decode-0"].blocks.cached > 0
 
         prompt += second.token_ids + prompt_of(3, REST)
-        third = ask(cluster, prompt)  # its decode worker is killed
-        assert has_committed(tmp_path, "decode-0", "kill at local 3")
+        third = ask(cluster, prompt)  # its decode worker is killed; the probe was local, too
+        assert has_committed(tmp_path, "decode-0", "kill at local 4")
         assert third.token_ids == alone(engine, prompt, ANSWER)
         check(third, cached=0)
         wait_until(lambda: is_ready(cluster, "decode-0", but_pid=pid), "it was started again")
