@@ -24,6 +24,8 @@ KIND, VERSION = "loopline-sessions", 1
 _HEAD_KEYS = ("kind", "version", "seed", "system_tokens", "made_by")
 _TURN_KEYS = ("session", "turn", "wait_s", "tokens", "token_ids", "answer")
 _MOST_TOKENS = 10_000_000  # of a turn: past it a file is surely wrong
+_MOST_S = 86_400  # that somebody thinks
+_MOST_SIGMA = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +215,8 @@ def read_trace(path: Path) -> Trace:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise ConfigError(f"the trace {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the trace {path} cannot be read: byte {error.start} is no UTF-8") from error
     head, *turns = [(number, _record(path, number, line)) for number, line in enumerate(lines, 1) if line.strip()] or [
         (1, {})
     ]
@@ -245,7 +249,7 @@ def _turn_records(trace: Trace) -> Iterator[dict[str, Any]]:
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}:{number}: no JSON: {error}") from error
     if not isinstance(record, dict):
         raise ConfigError(f"{path}:{number}: {line[:40]!r}; allowed: a JSON object")
@@ -274,14 +278,14 @@ def _check_keys(where: str, record: Mapping[str, Any], allowed: Sequence[str]) -
 def _take_turn(where: str, record: Mapping[str, Any], sessions: dict[str, list[Turn]]) -> None:
     _check_keys(where, record, _TURN_KEYS)
     name = record.get("session")
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{where}: session is {name!r}; allowed: a name")
+    if not isinstance(name, str) or not name or not name.isprintable():  # a half of a surrogate pair is not
+        raise ConfigError(f"{where}: session is {str(name)[:40]!r}; allowed: a name")
     turns = sessions.setdefault(name, [])
     if record.get("turn") != len(turns):
         raise ConfigError(f"{where}: turn is {record.get('turn')!r}; the next one of session {name} is {len(turns)}")
     wait_s = record.get("wait_s", 0.0)
-    if not isinstance(wait_s, int | float) or not 0 <= wait_s < math.inf:
-        raise ConfigError(f"{where}: wait_s is {wait_s!r}; allowed: seconds from 0")
+    if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s <= _MOST_S:
+        raise ConfigError(f"{where}: wait_s is {str(wait_s)[:40]}; allowed: seconds from 0 to {_MOST_S:,}")
     ids = record.get("token_ids")
     if ids is not None and not (_is_list_of_ids(ids) and ids):
         raise ConfigError(f"{where}: token_ids is {str(ids)[:40]}; allowed: a list of whole numbers from 0")
@@ -294,7 +298,9 @@ def _take_turn(where: str, record: Mapping[str, Any], sessions: dict[str, list[T
 
 
 def _is_list_of_ids(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, int) and one >= 0 for one in value)
+    return isinstance(value, list) and all(
+        isinstance(one, int) and not isinstance(one, bool) and 0 <= one <= _MOST_TOKENS for one in value
+    )
 
 
 def _number(where: str, record: Mapping[str, Any], name: str, least: int, default: int | None = None) -> int:
@@ -302,7 +308,9 @@ def _number(where: str, record: Mapping[str, Any], name: str, least: int, defaul
     if value is None and name not in record:
         raise ConfigError(f"{where}: {name} is missing; allowed: whole numbers from {least}")
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MOST_TOKENS:
-        raise ConfigError(f"{where}: {name} is {value!r}; allowed: whole numbers from {least} to {_MOST_TOKENS:,}")
+        raise ConfigError(
+            f"{where}: {name} is {str(value)[:40]}; allowed: whole numbers from {least} to {_MOST_TOKENS:,}"
+        )
     return value
 
 
@@ -316,6 +324,6 @@ def _check(shape: SessionShape) -> None:
     for name in ("system", "seed"):
         if not 0 <= getattr(shape, name) <= _MOST_TOKENS:
             raise ConfigError(f"{name} is {getattr(shape, name)}; allowed: 0 to {_MOST_TOKENS:,}")
-    for name in ("think_s", "gap_s", "sigma"):
-        if not 0 <= getattr(shape, name) < math.inf:
-            raise ConfigError(f"{name} is {getattr(shape, name)}; allowed: 0 and above")
+    for name, most in (("think_s", _MOST_S), ("gap_s", _MOST_S), ("sigma", _MOST_SIGMA)):
+        if not 0 <= getattr(shape, name) <= most:
+            raise ConfigError(f"{name} is {getattr(shape, name)}; allowed: 0 to {most:,}")

@@ -151,7 +151,16 @@ def test_a_trace_is_cut_by_turns() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"sessions": 0}, {"turns": 0}, {"first": 0}, {"answer": -1}, {"system": -1}, {"sigma": -0.5}, {"think_s": 1e400}],
+    [
+        {"sessions": 0},
+        {"turns": 0},
+        {"first": 0},
+        {"answer": -1},
+        {"system": -1},
+        {"sigma": -0.5},
+        {"sigma": 1e200},
+        {"think_s": 1e400},
+    ],
     ids=str,
 )
 def test_a_number_out_of_range_is_named(change: dict[str, Any]) -> None:
@@ -182,10 +191,16 @@ def test_a_number_out_of_range_is_named(change: dict[str, Any]) -> None:
         (f"{HEAD}\n{TURN.replace('5', '0')}", ":2: tokens is 0"),
         (f"{HEAD}\n{TURN.replace('5', 'true')}", ":2: tokens is True"),
         (f'{HEAD}\n{{"session": "", "turn": 0}}', ":2: session is ''"),
+        (f'{HEAD}\n{{"session": "\\ud800", "turn": 0}}', ":2: session is '\\ud800'"),
         (f'{HEAD}\n{{"session": "a", "turn": 0, "token_ids": [], "answer": 1}}', ":2: token_ids is"),
         (f'{HEAD}\n{{"session": "a", "turn": 0, "tokens": 1}}', ":2: answer is missing"),
         (f'{HEAD}\n{{"session": "a", "turn": 0, "wait_s": -1, "tokens": 1, "answer": 1}}', ":2: wait_s is -1"),
+        (f'{HEAD}\n{TURN[:-1]}, "wait_s": {"9" * 400}}}', ":2: wait_s is 999"),
+        (f'{HEAD}\n{TURN[:-1]}, "wait_s": NaN}}', ":2: wait_s is nan"),
+        (f'{HEAD}\n{{"session": "a", "turn": 0, "token_ids": [true], "answer": 1}}', ":2: token_ids is"),
+        (f"{HEAD}\n{'[' * 100_000}", ":2: no JSON"),
     ],
+    ids=lambda text: text[:40],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, text: str, named: str) -> None:
     path = tmp_path / "trace.jsonl"
@@ -193,6 +208,13 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, text: str, named: str) ->
     with pytest.raises(ConfigError) as caught:
         read_trace(path)
     assert named in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(f"{HEAD}\n".encode() + b'{"session": "\xe9"}')
+    with pytest.raises(ConfigError, match=f"cannot be read: byte {len(HEAD) + 14} is no UTF-8"):
+        read_trace(path)
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
