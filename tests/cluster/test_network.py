@@ -197,9 +197,10 @@ def test_a_host_behind_a_bad_line_serves(expected: Expected, tmp_path: Path) -> 
     bad = {"decode-0": Impairment(loss=0.05, delay_s=0.05)}
     cases = [(prompt, 24) for prompt, _ in CASES[:4]]
     with over_hosts(tmp_path, ["prefill", "decode"], bad, prefill=PREFILL, decode=DECODE) as cluster:
+        joined = cluster.workers()["decode-0"].epoch  # each try to connect is a life, and a try may fail on such a line
         began_s = time.monotonic()
         check(Streams(cluster, cases).answers(), cases, expected)
         took_s = time.monotonic() - began_s
         assert cluster.net.impair("decode-0", bad["decode-0"]) > 0
-        assert cluster.workers()["decode-0"].epoch == 1, f"it was lost within {took_s:.1f} s"
+        assert cluster.workers()["decode-0"].epoch == joined, f"it was lost within {took_s:.1f} s"
         audit(cluster)
