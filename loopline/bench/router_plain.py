@@ -2,7 +2,7 @@
 workers. What `coordinator.room` is measured against, and in tests what it must agree with.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.effects import Assigned
@@ -16,7 +16,7 @@ def choose_decode(
     request: Request, snapshot: ClusterSnapshot, group: Fingerprint | None = None, *, is_suspect: bool = False
 ) -> WorkerView | None:
     """The decode worker with the least work, or None: no room now."""
-    return min(decode_candidates(request, snapshot, group, is_suspect=is_suspect), key=_preference, default=None)
+    return min(decode_candidates(request, snapshot, group, is_suspect=is_suspect), key=preference, default=None)
 
 
 def decode_candidates(
@@ -40,7 +40,7 @@ def choose_prefill(
 ) -> WorkerView | None:
     """The prefill worker with the least work, or None: no room now."""
     candidates = prefill_candidates(request, snapshot, decode, is_suspect=is_suspect)
-    return min(candidates, key=_preference, default=None)
+    return min(candidates, key=preference, default=None)
 
 
 def prefill_candidates(
@@ -56,30 +56,6 @@ def prefill_candidates(
     ]
 
 
-def place_round(
-    queue: Sequence[Request], snapshot: ClusterSnapshot, row_on: Callable[[Request, WorkerView], Assigned]
-) -> list[WorkerView | None]:
-    """Who gets each of the queue's requests in one round, the one with the least work first: a request without room
-    keeps whoever could run it from all behind it. `row_on`: its row once it is given."""
-    given: list[WorkerView | None] = []
-    held: set[WorkerId] = set()
-    empty = emptied(snapshot)
-    for request in queue:
-        able = [view for view in decode_candidates(request, snapshot) if view.worker not in held]
-        chosen = min(able, key=_preference, default=None)
-        given.append(chosen)
-        if chosen is None:
-            held |= {view.worker for view in decode_candidates(request, empty)}
-        else:
-            snapshot = with_request(snapshot, {chosen.worker: row_on(request, chosen)})
-    return given
-
-
-def emptied(snapshot: ClusterSnapshot) -> ClusterSnapshot:
-    """The same workers with nothing to do, none of which has said "no room"."""
-    return replace(snapshot, workers=tuple(replace(view, assigned=(), refused=False) for view in snapshot.workers))
-
-
 def with_request(snapshot: ClusterSnapshot, rows: Mapping[WorkerId, Assigned]) -> ClusterSnapshot:
     """The same moment after a request was given to workers: these are its rows now."""
     return replace(snapshot, workers=tuple(_with_row(view, rows.get(view.worker)) for view in snapshot.workers))
@@ -92,7 +68,8 @@ def _with_row(view: WorkerView, row: Assigned | None) -> WorkerView:
     return replace(view, assigned=(*others, row))
 
 
-def _preference(view: WorkerView) -> tuple[int, int, str]:
+def preference(view: WorkerView) -> tuple[int, int, str]:
+    """The least comes first: token-loops, requests, name."""
     return (sum(row.token_loops for row in view.assigned), len(view.assigned), view.peer.name)
 
 

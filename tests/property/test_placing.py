@@ -1,6 +1,7 @@
 """Rounds of placing against the plain rules: who is placed, who waits, and whom those that wait keep from others."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from coordinator.router import Router
 from coordinator.snapshot import ClusterSnapshot, WorkerView
 from coordinator.tracker import Tracker
 from loopline.bench import router_plain
-from loopline.identity import Role
+from loopline.identity import Role, WorkerId
 from loopline.request import Limits, Request
 from tests.property.test_router import requests, snapshots
 from tests.unit.coordinator.builders import VirtualClock
@@ -49,9 +50,33 @@ def row_on(one: Request, view: WorkerView) -> Assigned:
     return Assigned(one.request_id, known, one.max_kv_tokens, work, not is_whole, num_started_tokens=known)
 
 
+def place_round(
+    queue: Sequence[Request], snapshot: ClusterSnapshot, row_on: Callable[[Request, WorkerView], Assigned]
+) -> list[WorkerView | None]:
+    """Who gets each of the queue's requests in one round, the one with the least work first: a request without room
+    keeps whoever could run it from all behind it. `row_on`: its row once it is given."""
+    given: list[WorkerView | None] = []
+    held: set[WorkerId] = set()
+    empty = emptied(snapshot)
+    for request in queue:
+        able = [view for view in router_plain.decode_candidates(request, snapshot) if view.worker not in held]
+        chosen = min(able, key=router_plain.preference, default=None)
+        given.append(chosen)
+        if chosen is None:
+            held |= {view.worker for view in router_plain.decode_candidates(request, empty)}
+        else:
+            snapshot = router_plain.with_request(snapshot, {chosen.worker: row_on(request, chosen)})
+    return given
+
+
+def emptied(snapshot: ClusterSnapshot) -> ClusterSnapshot:
+    """The same workers with nothing to do, none of which has said "no room"."""
+    return replace(snapshot, workers=tuple(replace(view, assigned=(), refused=False) for view in snapshot.workers))
+
+
 @given(snapshot=snapshots(), queue=queues)
 def test_a_round_places_what_the_plain_rules_place(snapshot: ClusterSnapshot, queue: list[Request]) -> None:
-    expected = router_plain.place_round(queue, snapshot, row_on)
+    expected = place_round(queue, snapshot, row_on)
     assert placed(queue, snapshot) == [view and view.peer.name for view in expected]
 
 
@@ -66,7 +91,7 @@ def test_who_is_first_in_line_for_a_worker_is_passed_by_nobody(snapshot: Cluster
 
 @given(snapshot=snapshots(), queue=queues)
 def test_what_nobody_here_could_run_holds_back_nobody(snapshot: ClusterSnapshot, queue: list[Request]) -> None:
-    empty = router_plain.emptied(snapshot)
+    empty = emptied(snapshot)
     could = [one for one in queue if router_plain.decode_candidates(one, empty)]
     names = dict(zip((one.request_id for one in queue), placed(queue, snapshot), strict=True))
     assert [names[one.request_id] for one in could] == placed(could, snapshot) if could else not any(names.values())
