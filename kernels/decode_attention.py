@@ -26,7 +26,8 @@ from kernels.ops import DecodePlan
 _BUSY_PROGRAMS = 1056
 """Programs that fill an H200: 8 on each of its 132 multiprocessors."""
 _FEWEST_SPLITS = 4
-"""Splits that a long row may have at least, so that one long row does not keep a whole batch waiting."""
+"""Splits that a long row may have at least, so that one long row does not keep a whole batch waiting; twice as many
+where lanes are padding, so that more programs make up for the loads that those lanes leave out."""
 _MOST_SPLITS = 64
 """Splits of a row at most; one program merges a head's."""
 _LOWEST = tl.constexpr(-3.0e38)
@@ -134,7 +135,7 @@ def _config(num_rows: int, num_heads: int, head_dim: int) -> DecodeConfig:
         num_heads=tile_heads,
         num_warps=max(1, tile_heads * triton.next_power_of_2(head_dim) // 256),  # 8 elements of a token a thread
         num_stages=2 if padded and not few else 1,
-        max_splits=min(_MOST_SPLITS, max(_FEWEST_SPLITS, _BUSY_PROGRAMS // groups)),
+        max_splits=min(_MOST_SPLITS, max(_FEWEST_SPLITS * (2 if padded else 1), _BUSY_PROGRAMS // groups)),
         min_split=max(8, min(64, 2 * num_rows)),
     )
 

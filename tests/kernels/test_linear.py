@@ -33,7 +33,8 @@ class Pair:
 
 
 def skinny_cut_as_gated(x: Tensor, gate_up: Tensor) -> Tensor:
-    return skinny_linear_tuned(x, gate_up, _config(x.shape[0], *gate_up.shape, gated=True))
+    config = _config(x.shape[0], *gate_up.shape, gated=True)
+    return torch.cat([skinny_linear_tuned(x, half, config) for half in gate_up.chunk(2)], dim=1)
 
 
 MATVEC = Pair(matvec, gated_matvec, matvec)
@@ -153,13 +154,16 @@ def test_few_rows_have_the_bits_of_one(num_out: int, num_in: int) -> None:
 
 
 @pytest.mark.usefixtures("_poison")
-@pytest.mark.parametrize(("num_splits", "block_m"), [(1, 64), (2, 32), (3, 64)])
-def test_other_cuts_of_a_matrix(num_splits: int, block_m: int) -> None:
-    x, weight = operands(9, 96, 232)
-    config = SkinnyConfig(block_m, block_k=32, splits=num_splits, num_warps=4, num_stages=3)
+@pytest.mark.parametrize(
+    ("num_splits", "block_m", "num_whole"), [(1, 64, 0), (2, 32, 0), (3, 64, 0), (2, 32, 2), (9, 16, 1), (2, 64, 5)]
+)
+def test_other_cuts_of_a_matrix(num_splits: int, block_m: int, num_whole: int) -> None:
+    x, weight = operands(9, 192, 232)
+    config = SkinnyConfig(block_m, 32, num_splits, num_warps=4, num_stages=3, num_whole=num_whole)
     assert_product(skinny_linear_tuned(x, weight, config), x, weight)
-    assert_gated(gated_skinny_linear_tuned(x, weight, config), skinny_linear_tuned(x, weight, config))
-    few = MatvecConfig(rows=32, num_warps=num_splits if num_splits != 3 else 8)
+    halves = [skinny_linear_tuned(x, half, config) for half in weight.chunk(2)]
+    assert_gated(gated_skinny_linear_tuned(x, weight, config), torch.cat(halves, dim=1))
+    few = MatvecConfig(rows=32, num_warps=num_splits if num_splits < 3 else 8)
     assert_product(matvec_tuned(x[:2], weight, few), x[:2], weight)
     assert_gated(gated_matvec_tuned(x[:2], weight, few), matvec_tuned(x[:2], weight, few))
 
