@@ -200,6 +200,7 @@ def test_a_token_from_the_step_before_is_the_token_itself() -> None:
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_compute_needs_nothing_of_the_host() -> None:
     """A captured step may not wait for the device; an eager one of the same code raises here where it would."""
     bench = Bench("tiny-huginn", "bf16", replays=False)
