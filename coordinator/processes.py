@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from coordinator.forking import ForkServer
 
@@ -120,11 +120,20 @@ class Child:
 
 def tail_of(log_path: Path) -> str:
     """The last lines of a log, for people."""
-    with log_path.open("rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))  # the whole may be large
-        lines = log.read().decode("utf-8", errors="replace").splitlines()
+    try:
+        with log_path.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))  # the whole may be large
+            lines = log.read().decode("utf-8", errors="replace").splitlines()
+    except OSError as error:  # somebody has cleaned up: no reason to know less of a process's end
+        return f"its log cannot be read: {error}"
     tail = "\n".join(f"  {line}" for line in lines[-_TAIL_LINES:]) or "  (empty)"
     return f"the end of {log_path}:\n{tail}"
+
+
+def open_log(log_path: Path) -> BinaryIO:
+    """To append to. Its folder is made where it is gone: whoever cleans up temporary files stops no worker's start."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    return log_path.open("ab")
 
 
 async def start_child(
@@ -137,7 +146,7 @@ async def start_child(
     """
     read_fd, write_fd = os.pipe()
     try:
-        with log_path.open("ab") as log:
+        with open_log(log_path) as log:
             process: ChildProcess | None = None
             if forks is not None:
                 process = await forks.start(module, arguments, log.fileno(), read_fd)

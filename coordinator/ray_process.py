@@ -6,7 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from coordinator.processes import OutOfSight, tail_of
+from coordinator.processes import OutOfSight, open_log, tail_of
 from coordinator.ray_calls import ActorUnavailableError, RayCalls, RayError, words_of
 from coordinator.ray_supervisor import Started, Trace
 from coordinator.starters import Order
@@ -118,7 +118,7 @@ class RayProcess:
 
     async def _copy_log(self) -> None:
         offset = 0
-        with self._log_path.open("ab") as log, contextlib.suppress(RayError):
+        with open_log(self._log_path) as log, contextlib.suppress(RayError):
             log.write(f"--- {self.name} on {self._host_name}, pid {self.pid}\n".encode())
             while chunk := await self._actor.read_log.remote(offset):
                 log.write(chunk)

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,10 @@ from loopline.settings import TransferSettings
 
 logger = logging.getLogger(__name__)
 _NAME = "UCX_NET_DEVICES"
-_SIOCGIFADDR = 0x8915
+_SIOCGIFCONF = 0x8912
+_IFCONF = struct.Struct("iP")  # bytes, and where they are
+_IFREQ = struct.Struct("16s4x4s16x")  # a label, and an IPv4 address inside a sockaddr
+_MOST_ADDRESSES = 1024
 _IPV6_DEVICES = Path("/proc/net/if_inet6")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib", "srd", "gga", "all")
@@ -48,32 +52,44 @@ def may_choose(ucx: Mapping[str, str], environment: Mapping[str, str], has_rdma:
     return not has_rdma or not any(name.startswith(("^", *_RDMA_TRANSPORTS)) for name in asked)
 
 
-def device_of(address: str) -> str | None:
-    """The network device with this address; None for a name, or an address that no device has as its first one."""
+def device_of(host: str) -> str | None:
+    """The network device with this address, or with one that this name stands for; None if there is none. Loopback is
+    no device for a name: many machines give their own name such an address, and others reach them by another."""
     try:
-        wanted = ipaddress.ip_address(address)
+        return _devices().get(ipaddress.ip_address(host).packed)
     except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
         return None
-    if wanted.version == 6:
-        return _ipv6_devices().get(wanted.packed.hex())
+    addresses = [ipaddress.ip_address(str(target[0]).partition("%")[0]) for *_, target in found]
+    devices = _devices()
+    return next((devices[one.packed] for one in addresses if not one.is_loopback and one.packed in devices), None)
+
+
+def _devices() -> dict[bytes, str]:
+    """All addresses of this machine, secondary ones too, with their devices."""
+    return _ipv4_devices() | _ipv6_devices()
+
+
+def _ipv4_devices() -> dict[bytes, str]:
+    listed = array("B", bytes(_MOST_ADDRESSES * _IFREQ.size))
+    where, length = listed.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, device in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("16s24x", device.encode()))
-            except OSError:  # it has no IPv4 address
-                continue
-            if answer[20:24] == wanted.packed:
-                return device
-    return None
+        used, _ = _IFCONF.unpack(fcntl.ioctl(probe, _SIOCGIFCONF, _IFCONF.pack(length, where)))
+    found: dict[bytes, str] = {}
+    for label, address in _IFREQ.iter_unpack(listed.tobytes()[:used]):
+        found.setdefault(address, label.rstrip(b"\0").decode().partition(":")[0])  # eth0:1 is an address of eth0
+    return found
 
 
-def _ipv6_devices() -> dict[str, str]:
-    """Devices by address, as 32 hexadecimal digits."""
+def _ipv6_devices() -> dict[bytes, str]:
     try:
         lines = _IPV6_DEVICES.read_text(encoding="ascii").splitlines()
     except OSError:
         return {}
-    return {fields[0]: fields[-1] for fields in map(str.split, lines) if fields}
+    return {bytes.fromhex(fields[0]): fields[-1] for fields in map(str.split, lines) if fields}
 
 
 def _has_rdma() -> bool:

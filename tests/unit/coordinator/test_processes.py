@@ -1,5 +1,6 @@
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def test_an_end_is_described_with_the_log(tmp_path: Path) -> None:
         with (tmp_path / "log").open("a") as log:
             log.writelines(f"line {number}\n" for number in range(100_000))
         assert child.describe_end().splitlines()[1:] == [f"  line {number}" for number in range(99_980, 100_000)]
+
+    asyncio.run(main())
+
+
+def test_a_log_whose_folder_was_cleaned_away_hinders_no_start_and_no_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        child = await start_child("prefill-0", MODULE, ["--fail"], tmp_path / "gone" / "log")
+        assert await child.reap() == 1
+        assert "the machine has no such thing" in child.describe_end()
+        shutil.rmtree(tmp_path / "gone")
+        assert "prefill-0 ended with exit status 1; its log cannot be read: " in child.describe_end()
 
     asyncio.run(main())
 

@@ -1,6 +1,9 @@
 """The network device that UCX is told to use: chosen where tcp is all that it would be used for, and by nobody else."""
 
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,33 @@ def test_a_device_is_found_by_its_address() -> None:
     assert device_of("127.0.0.1") == "lo"
     assert device_of("192.0.2.77") is None
     assert device_of("node-7") is None
+
+
+def test_a_device_is_found_by_a_name_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = {socket.inet_aton("127.0.1.1"): "lo", socket.inet_aton("10.0.0.7"): "eth0"}
+    monkeypatch.setattr(net_device, "_devices", lambda: listed)
+    names = {"node-7": ["127.0.1.1", "10.0.0.7"], "node-8": ["10.0.0.8"], "only-here": ["127.0.1.1"]}
+
+    def resolve(host: str, *arguments: object, **options: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", (address, 0)) for address in names[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert [device_of(name) for name in names] == ["eth0", None, None]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a second address needs root")
+def test_a_device_is_found_by_its_second_address() -> None:
+    """In a network namespace of its own."""
+    script = (
+        "ip link set lo up; ip addr add 10.9.0.1/24 dev lo; ip addr add 10.9.0.2/24 dev lo; "
+        "ip addr add 10.9.1.3/32 dev lo label lo:x; "
+        f"{sys.executable} -c 'from loopline.worker.net_device import device_of as f; "
+        'print(f("10.9.0.1"), f("10.9.0.2"), f("10.9.1.3"), f("10.9.0.3"))\''
+    )
+    done = subprocess.run(["unshare", "--net", "sh", "-c", script], capture_output=True, text=True, check=False)
+    if "not found" in done.stderr or "not permitted" in done.stderr:
+        pytest.skip(f"no namespace to be had: {done.stderr.strip()[:200]}")
+    assert done.stdout.split() == ["lo", "lo", "lo", "None"], done.stderr
 
 
 def test_a_device_is_found_by_its_ipv6_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
