@@ -33,7 +33,7 @@ def main() -> int:
             )
         )
     except OperatorError as error:
-        sys.stderr.write(f"coordinator: {error}\n")
+        sys.stderr.write(f"error: {error}\n")
         return 2
     return 0
 

@@ -112,7 +112,7 @@ def make_starter(
         from coordinator.ray_starter import RayStarter  # Ray is an extra of its own, that most do without
     except ModuleNotFoundError as error:
         raise OperatorError(
-            f"launcher.kind is ray, and Python finds no module {error.name!r}; needed: `pip install 'loopline[ray]'` "
-            "on every node, or launcher.kind: local"
+            f"launcher.kind is ray, and Python finds no module {error.name!r}; needed: Ray beside "
+            "Loopline on every node, `pip install -c constraints.txt '.[ray]'` in a checkout, or launcher.kind: local"
         ) from None
     return RayStarter(config, config_path)

@@ -193,8 +193,9 @@ def error_of(
     if code is grpc.StatusCode.UNAVAILABLE and accepted:
         return WorkerLost(text)
     if code is grpc.StatusCode.UNAVAILABLE:
+        hint = "; one with TLS closes connections without it: --ca-file or --config" if "ocket closed" in text else ""
         return CoordinatorUnreachable(
-            f"no coordinator answers at {address}; is the cluster running? `loopline launch` says where ({text})"
+            f"no coordinator answers at {address}; is the cluster running? `loopline launch` says where ({text}{hint})"
         )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return too_large(text)

@@ -21,7 +21,10 @@ OPEN_SERVICES = frozenset({"grpc.health.v1.Health"})
 """Whoever reaches the port may ask."""
 PUBLIC_SERVICES = frozenset({"loopline.v1.Loopline", "grpc.reflection.v1alpha.ServerReflection"})
 """For clients, and for whoever controls the cluster."""
-_MISSING = "a token is missing: this call needs one in its metadata, as authorization: Bearer TOKEN"
+_MISSING = (
+    "a token is missing: this call needs one in its metadata, as authorization: Bearer TOKEN (a command: --token-file, "
+    "or --config with its section security)"
+)
 _UNKNOWN = "the call's token is not known here"
 _CLIENTS = "the call's token is a client's: this call controls the cluster and needs the token of those who may"
 Refusal = tuple[grpc.StatusCode, str]

@@ -33,7 +33,7 @@ def worker_main(role: str, policy: RolePolicy, build_role: BuildRole, arguments:
     try:
         parsed = parse_worker_arguments(role, arguments)
     except OperatorError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"error: {error}\n")
         return EXIT_OPERATOR
     return run_worker(parsed.settings, policy, build_role, parsed.life_fd)
 

@@ -48,9 +48,11 @@ def route_to(address: str) -> Route:
     """Asks the kernel's routing table; nothing is sent. Of several addresses of a name the first that there is a way to
     is taken. Raises ConfigError where HOST:PORT leads nowhere."""
     host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"--coordinator is {address}; allowed: HOST:PORT")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-    except (OSError, ValueError) as error:
+    except (OSError, UnicodeError) as error:
         raise _nowhere(address, error) from None
     fault = OSError("it names no address")
     for family, kind, protocol, _, target in found:

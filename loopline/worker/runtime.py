@@ -98,7 +98,7 @@ def run_worker(settings: WorkerSettings, policy: RolePolicy, build_role: BuildRo
     try:
         return asyncio.run(_run(settings, policy, build_role, life_fd))
     except (OperatorError, TransferError) as error:
-        sys.stderr.write(f"{settings.name}: {error}\n")
+        sys.stderr.write(f"error: {settings.name}: {error}\n")
         return EXIT_OPERATOR
     except Exception:
         logger.exception("the worker failed")

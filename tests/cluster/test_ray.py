@@ -32,9 +32,7 @@ HEAD, FIRST, SECOND = range(3)
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif(
-        importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install loopline[ray]"
-    ),
+    pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install .[ray]"),
 ]
 
 

@@ -74,7 +74,7 @@ def test_without_ray_it_is_said_what_is_missing(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "ray", None)
     for module in ("starter", "process", "calls"):
         monkeypatch.delitem(sys.modules, f"coordinator.ray_{module}", raising=False)
-    with pytest.raises(OperatorError, match=r"launcher.kind is ray, and .*'ray'.*pip install 'loopline\[ray\]'"):
+    with pytest.raises(OperatorError, match=r"kind is ray, and .*'ray'.*`pip install .*'.\[ray\]'`"):
         make_starter(cluster, tmp_path / "cluster.yaml")
 
 

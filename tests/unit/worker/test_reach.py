@@ -95,7 +95,7 @@ def test_what_leads_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match=r"--advertise is .*; allowed: one address"):
             find_reach("127.0.0.1:1", None, everywhere)
     for address in ("host-without-port", "127.0.0.1:http"):
-        with pytest.raises(ConfigError, match=f"--coordinator is {address}, to which there is no way from here"):
+        with pytest.raises(ConfigError, match=f"--coordinator is {address}; allowed: HOST:PORT"):
             find_reach(address, None, None)
 
     def fail(*arguments: object, **options: object) -> None:
