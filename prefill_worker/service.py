@@ -91,7 +91,8 @@ class DecodePeers:
             )
             connected = convert.from_proto(Connected, answer)
         except (grpc.aio.AioRpcError, PeerLost, ValueError) as error:
-            self._to_engine(PeerConnectFailed(peer, describe(error)))
+            text = f"no answer at {peer.address}, its advertised address: {describe(error)}"
+            self._to_engine(PeerConnectFailed(peer, text))
             return
         if connected.peer.worker.uuid != peer.worker.uuid:
             self._to_engine(PeerConnectFailed(peer, f"another worker answers at {peer.address}"))
