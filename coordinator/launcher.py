@@ -92,6 +92,7 @@ class Launcher:
         self._background = Background()
         self.drain_limit_s = min(_MOST_DRAIN_S, self._config.membership.drain_limit_s)
         self._has_served = False
+        self._is_stranded = False  # its starter and all workers are lost
         self.address = ""
 
     async def __aenter__(self) -> Self:
@@ -99,6 +100,7 @@ class Launcher:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         try:
             await self._starter.open()
+            self._background.spawn(self._watch_starter())
             await self._start_coordinator()
         except BaseException:
             await self.stop()
@@ -143,6 +145,8 @@ class Launcher:
             left.set()
         await self._starter.hurry()
         first = [child for child in self._children.values() if child.name == "coordinator"]
+        if self._is_stranded:  # no request could finish
+            await asyncio.gather(*(child.leave_at_once(_LEAVE_S) for child in first if isinstance(child, Child)))
         await end_children(first, self.drain_limit_s + _LEAVE_S)
         await end_children(list(self._children.values()), _LEAVE_S)
         while self._background.is_busy:
@@ -291,6 +295,13 @@ class Launcher:
         if not isinstance(end, OutOfSight):
             self._note_end(process)
         return _Life(child.pid, end, child.describe_end())
+
+    async def _watch_starter(self) -> None:
+        try:
+            await unless(self._background.stopping, self._starter.watch())
+        except OperatorError:
+            self._is_stranded = True
+            raise
 
     def _living_workers(self) -> dict[str, Process]:
         return {process: child for process, child in self._workers.items() if child.is_alive}

@@ -71,6 +71,10 @@ class RayCalls:
         """What there is now; what is free is some moments old."""
         return await self._run(_view)
 
+    async def is_own_node_dead(self) -> bool:
+        """Whether Ray has given this process's node up, which is for good: one that comes back is another node."""
+        return await self._run(_is_own_node_dead)
+
     async def make_group(self, need: Need, node: str | None) -> Group:
         """Ask for a place on a node, or on another if that one is full, lost or None."""
         return await self._run(_make_group, need, node)
@@ -140,6 +144,11 @@ def _view() -> View:
         for node in living
     ]
     return View(nodes, {node["NodeID"]: node["Resources"] for node in living})
+
+
+def _is_own_node_dead() -> bool:
+    own = ray.get_runtime_context().get_node_id()
+    return any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
 
 
 def _make_group(need: Need, node: str | None) -> Group:

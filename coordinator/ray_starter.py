@@ -34,6 +34,7 @@ _LOG = logging.getLogger(__name__)
 _SAY_S = 10.0  # between words about a worker that waits for its place
 _START_S = 30.0  # for a supervisor that is there to say that its worker runs
 _RETRY_S = 1.0
+_LOOK_S = 2.0
 _EVERY = ("0.0.0.0", "::")
 
 
@@ -94,6 +95,19 @@ class RayStarter:
         total.pop("GPU", None)  # those that are there
         num_cpus = max(total.pop("CPU"), os.cpu_count() or 1)
         return {"num_cpus": num_cpus, "resources": total, "include_dashboard": False}
+
+    async def watch(self) -> None:
+        """See Starter. It is over once Ray has given up the node of this machine, and with it all that it has started.
+        A head that is away says nothing: Ray itself ends this process if it does not come back."""
+        while True:
+            with contextlib.suppress(*RayCalls.FAULTS):
+                if await self._calls.is_own_node_dead():
+                    break
+            await asyncio.sleep(_LOOK_S)
+        raise OperatorError(
+            f"{self.place} has given up the node of this machine ({self._node_address}), and with it every worker of "
+            "this launch; needed: a raylet here that lives, and another launch"
+        )
 
     async def start(self, order: Order, left: asyncio.Event) -> RayProcess | OutOfSight | None:
         """See Starter. Waits for as long as no node has what the worker needs, and says so."""

@@ -43,6 +43,11 @@ class Starter(Protocol):
         """To be called first. Raises OperatorError."""
         ...
 
+    async def watch(self) -> None:
+        """While it can start workers, or return at once; after `open`. Raises OperatorError once it cannot any more,
+        for good, and what it has started is lost."""
+        ...
+
     async def start(self, order: Order, left: asyncio.Event) -> Process | OutOfSight | None:
         """The running process; None if `left` was set before there was one; OutOfSight where nobody knows whether there
         is one. Raises OperatorError or OSError where there is none."""
@@ -74,6 +79,9 @@ class LocalStarter:
         """See Starter."""
         if self._forks is not None:
             await self._forks.open()
+
+    async def watch(self) -> None:
+        """See Starter. What this machine cannot do it says at each start."""
 
     async def start(self, order: Order, left: asyncio.Event) -> Process | OutOfSight | None:
         """See Starter."""

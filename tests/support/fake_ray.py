@@ -96,6 +96,7 @@ class FakeRay:
     released: threading.Event = field(default_factory=threading.Event)
     unblocked: threading.Event = field(default_factory=threading.Event)  # kills wait for it
     on_init: Callable[[], Any] = lambda: None
+    dead: set[str] = field(default_factory=set)  # nodes that are given up
     lock: Any = field(default_factory=threading.RLock)
 
     def free(self) -> dict[str, dict[str, float]]:
@@ -135,7 +136,7 @@ class FakeRay:
     def table(self) -> list[dict[str, Any]]:
         self.say("nodes")
         return [
-            {"NodeID": node, "Alive": True, "NodeManagerAddress": node, "Labels": {}, "Resources": own}
+            {"NodeID": node, "Alive": node not in self.dead, "NodeManagerAddress": node, "Labels": {}, "Resources": own}
             for node, own in self.nodes.items()
         ]
 
@@ -182,7 +183,7 @@ class FakeRay:
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeRay) -> None:
     """Whoever imports Ray afterwards gets the fake; `coordinator.ray_calls` and those above it are loaded anew."""
     fake.unblocked.set()
-    context = types.SimpleNamespace(gcs_address="10.0.0.1:6379")
+    context = types.SimpleNamespace(gcs_address="10.0.0.1:6379", get_node_id=lambda: next(iter(fake.nodes)))
     names: dict[str, dict[str, Any]] = {
         "ray": {
             "init": fake.init,

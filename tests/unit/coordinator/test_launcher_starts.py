@@ -7,6 +7,8 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import grpc
+import grpc.aio
 import pytest
 
 from coordinator.launcher import Launcher
@@ -15,7 +17,7 @@ from coordinator.starters import LocalStarter, Order
 from loopline.errors import OperatorError
 from loopline.launcher_messages import WorkerCounts
 from tests.unit.coordinator.cluster import WAIT_S, token_at, until
-from tests.unit.coordinator.test_launcher import LAUNCH_S, SCRIPTED, generate, status, write_config
+from tests.unit.coordinator.test_launcher import LAUNCH_S, SCRIPTED, generate, is_gone, status, write_config
 
 
 class Blinded:
@@ -60,6 +62,7 @@ class ScriptedStarter(LocalStarter):
         self.proof = asyncio.Event()
         self.orders: list[Order] = []
         self.released: list[str] = []
+        self.is_lost = asyncio.Event()
 
     async def start(self, order: Order, left: asyncio.Event) -> Process | OutOfSight | None:
         self.orders.append(order)
@@ -76,6 +79,10 @@ class ScriptedStarter(LocalStarter):
     async def _ended(self) -> None:
         await self.unheard.reap()
 
+    async def watch(self) -> None:
+        await self.is_lost.wait()
+        raise OperatorError("its node is lost")
+
     def release(self, name: str) -> None:
         self.released.append(name)
 
@@ -84,9 +91,9 @@ class ScriptedStarter(LocalStarter):
 
 
 @contextlib.asynccontextmanager
-async def scripted(folder: Path) -> AsyncIterator[tuple[Launcher, ScriptedStarter]]:
+async def scripted(folder: Path, drain_limit_s: float = 2.0) -> AsyncIterator[tuple[Launcher, ScriptedStarter]]:
     """A cluster that serves."""
-    config = write_config(folder)
+    config = write_config(folder, drain_limit_s=drain_limit_s)
     starter = ScriptedStarter(config)
     launcher = Launcher(config, run_dir=folder / "run", port=0, worker_modules=SCRIPTED, starter=starter)
     async with launcher:
@@ -138,6 +145,33 @@ def test_each_try_to_start_a_worker_is_another_process_to_everybody(tmp_path: Pa
             async with asyncio.timeout(WAIT_S):
                 while not await joined():  # noqa: ASYNC110 - it has no event to wait for
                     await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+
+
+def test_a_launch_whose_starter_is_lost_ends_with_its_reason_and_drains_nothing(tmp_path: Path) -> None:
+    """A request that waits for workers has a status before a drain of ten seconds would be over."""
+
+    async def main() -> None:
+        async with scripted(tmp_path, drain_limit_s=60.0) as (launcher, starter):
+            starter.always = "fails"
+            starter.proof.set()
+            for pid in (launcher.pids["prefill-0"], launcher.pids["decode-0"]):
+                os.kill(pid, signal.SIGKILL)
+            waiting = asyncio.ensure_future(generate(launcher.address))
+            async with asyncio.timeout(WAIT_S):
+                while (await status(launcher.address)).queued == 0:  # noqa: ASYNC110 - it has no event to wait for
+                    await asyncio.sleep(0.01)
+            starter.is_lost.set()
+            with pytest.raises(OperatorError, match="its node is lost"):
+                await asyncio.wait_for(launcher.wait_stopped(), WAIT_S)
+            coordinator = launcher.pids["coordinator"]
+            async with asyncio.timeout(launcher.drain_limit_s - 2):
+                await launcher.stop()
+            assert launcher.pids == {} and is_gone(coordinator)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await waiting
+            assert "shutting down" in str(caught.value.details())
 
     asyncio.run(main())
 

@@ -156,6 +156,23 @@ def test_what_a_supervisor_refuses_was_not_started(ray: FakeRay, tmp_path: Path)
     asyncio.run(main())
 
 
+def test_it_ends_with_the_node_of_this_machine_and_not_while_the_head_is_away(ray: FakeRay, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("coordinator.ray_starter._LOOK_S", 0.01)
+                ray.dead = {"b"}  # another one
+                ray.faults["nodes"] = RayError("the head was away")
+                watching = asyncio.ensure_future(starter.watch())
+                await until(lambda: ray.calls.count("nodes") > 3, "it has looked")
+                assert not watching.done()
+                ray.dead = {"a"}
+                with pytest.raises(OperatorError, match=r"Ray at 10.0.0.1:6379 has given up .* \(10.0.0.1\)"):
+                    await asyncio.wait_for(watching, WAIT_S)
+
+    asyncio.run(main())
+
+
 def test_a_seen_end_does_not_wait_for_ray(ray: FakeRay, tmp_path: Path) -> None:
     async def main() -> None:
         async with opened(tmp_path) as starter:
