@@ -1,7 +1,8 @@
 """What each worker needs of a Ray cluster's node, and on which node it is best. Pure: no Ray here."""
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -96,6 +97,27 @@ def choose_node(nodes: Sequence[Node], need: Need, strategy: Strategy, of_role: 
         return None
     sign = -1 if strategy == "pack" else 1
     return min(fitting, key=lambda item: (sign * of_role.get(item[1].id, 0), -item[0], item[1].id))[1].id
+
+
+class Suspects:
+    """Nodes where a worker was lost out of sight or a supervisor did not come up, which Ray may take a minute and more
+    to give up. Each for some time, or until something on it answers."""
+
+    def __init__(self, clock_s: Callable[[], float], lasting_s: float = 90.0) -> None:
+        self._clock_s = clock_s
+        self._lasting_s = lasting_s
+        self._end_s: dict[str, float] = {}
+
+    def __contains__(self, node: object) -> bool:
+        return isinstance(node, str) and self._clock_s() < self._end_s.get(node, -math.inf)
+
+    def add(self, node: str) -> None:
+        """From now on."""
+        self._end_s[node] = self._clock_s() + self._lasting_s
+
+    def discard(self, node: str) -> None:
+        """It answers."""
+        self._end_s.pop(node, None)
 
 
 def less_placed(nodes: Iterable[Node], totals: Mapping[str, Mapping[str, float]], placed: Placed) -> list[Node]:

@@ -22,9 +22,17 @@ class RayProcess:
     """See Process: a worker under its supervisor. Its log is copied to this machine as it is written."""
 
     def __init__(
-        self, order: Order, host_name: str, started: Started, actor: Any, calls: RayCalls, prove: Prove
+        self,
+        order: Order,
+        host_name: str,
+        started: Started,
+        actor: Any,
+        calls: RayCalls,
+        prove: Prove,
+        on_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prove` waits until a process of a machine is proven to have ended."""
+        """`prove` waits until a process of a machine is proven to have ended; `on_lost` is called before anybody else
+        hears that it is out of sight."""
         self.name = order.name
         self.pid = started.pid
         self._host_name = host_name
@@ -33,6 +41,7 @@ class RayProcess:
         self._actor = actor
         self._calls = calls
         self._prove = prove
+        self._on_lost = on_lost
         self._end: asyncio.Future[int | OutOfSight] = asyncio.get_running_loop().create_future()
         self._is_killed = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,6 +123,8 @@ class RayProcess:
 
     def _set_end(self, end: int | OutOfSight) -> None:
         if not self._end.done():
+            if isinstance(end, OutOfSight):
+                self._on_lost()
             self._end.set_result(end)
 
     async def _copy_log(self) -> None:

@@ -4,12 +4,15 @@ Each worker is the child of a supervisor in an actor on its node, and has a plac
 it is kept: a process that is started again finds its place free, and a worker that leaves gives it back at once. The
 node is chosen here (`ray_placement`); Ray takes another one where that is full or lost. Ray's word that an actor or a
 node is dead is suspicion; the proof of a worker's end is its supervisor's, or another process's of the same machine.
+The successor of a worker out of sight has a new place, on another node where one has room.
 """
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +23,7 @@ import yaml
 from coordinator.background import unless
 from coordinator.processes import OutOfSight
 from coordinator.ray_calls import Group, RayCalls, RayError, RayTaskError, words_of
-from coordinator.ray_placement import Need, choose_node, less_placed, need_of, strategy_of, waiting_words
+from coordinator.ray_placement import Need, Suspects, choose_node, less_placed, need_of, strategy_of, waiting_words
 from coordinator.ray_process import RayProcess, keep
 from coordinator.ray_supervisor import Started, Trace, look_for
 from coordinator.seat import Seat, this_machine, this_network
@@ -32,6 +35,7 @@ from loopline.wire.channel import join_address
 
 _LOG = logging.getLogger(__name__)
 _SAY_S = 10.0  # between words about a worker that waits for its place
+_ANSWER_S = 15.0  # at first, for a node to keep a place or have a supervisor answer before another one is tried
 _START_S = 30.0  # for a supervisor that is there to say that its worker runs
 _RETRY_S = 1.0
 _LOOK_S = 2.0
@@ -40,10 +44,12 @@ _EVERY = ("0.0.0.0", "::")
 
 @dataclass(eq=False)
 class _Place:
-    """A worker's placement group. `node`: where it was last seen."""
+    """A worker's placement group. `wish`: the node that was asked for, because it has room; `node`: where it was last
+    seen."""
 
     role: Role
     group: Group
+    wish: str | None
     node: str | None = None
 
 
@@ -51,6 +57,7 @@ class _Place:
 class _Supervised:
     """An actor that has answered, and which process it is."""
 
+    place: _Place
     actor: Any
     host_name: str
     seat: Seat
@@ -69,6 +76,8 @@ class RayStarter:
         self._places: dict[str, asyncio.Task[_Place]] = {}
         self._living: set[RayProcess] = set()  # and perhaps some that are not any more
         self._tasks: set[asyncio.Task[None]] = set()
+        self._suspects = Suspects(time.monotonic)
+        self._addresses: dict[str, str] = {}  # of nodes that have been seen, by their ids
         self._node_address = ""
         self.place = "Ray"
 
@@ -121,9 +130,11 @@ class RayStarter:
             return None
         # From here on there may be a process, so the answer is waited for whatever else is said meanwhile.
         started = await self._start_under(supervised, order)
+        leave = functools.partial(self._leave_place, order.name, supervised.place)
         if isinstance(started, OutOfSight):
+            leave()
             return started
-        process = RayProcess(order, supervised.host_name, started, supervised.actor, self._calls, self._prove)
+        process = RayProcess(order, supervised.host_name, started, supervised.actor, self._calls, self._prove, leave)
         self._living = {other for other in self._living if other.is_alive} | {process}
         return process
 
@@ -153,23 +164,63 @@ class RayStarter:
     # ---- places and supervisors --------------------------------------------------------------------------------------
 
     async def _supervised(self, order: Order) -> _Supervised:
-        """A supervisor on the worker's place, as soon as there is one. Raises OperatorError, or one of Ray's faults."""
-        need = self._needs[order.role]
-        place = await self._place_of(order)
-        saying = asyncio.ensure_future(self._say_what_it_waits_for(order.name, need))
+        """A supervisor on the worker's place, as soon as there is one; where a node is silent another one is tried.
+        Raises OperatorError, or one of Ray's faults."""
+        limit_s = _ANSWER_S
+        while True:
+            place = await self._place_of(order)
+            if await self._is_placed(order, place, limit_s):
+                if (supervised := await self._introduced(order, place, limit_s)) is not None:
+                    return supervised
+                what = "its supervisor does not answer"
+            else:
+                what = "it has no place"
+            where = self._address_of(place.node or place.wish)
+            _LOG.warning(
+                "%s: %s on %s after %g s; another node is tried if one has room", order.name, what, where, limit_s
+            )
+            self._leave_place(order.name, place)
+            limit_s *= 2  # that a slow node is not given up for ever
+
+    async def _is_placed(self, order: Order, place: _Place, limit_s: float) -> bool:
+        """Waits for it, with words; no longer than `limit_s` for a node that was said to have room."""
+        saying = asyncio.ensure_future(self._say_what_it_waits_for(order.name, self._needs[order.role]))
+        end_s = time.monotonic() + limit_s
         try:
             while (node := await self._calls.node_of(place.group)) is None:
-                pass
+                if place.wish is not None and time.monotonic() > end_s:
+                    return False
             place.node = node
+            return True
         finally:
             saying.cancel()
             await asyncio.gather(saying, return_exceptions=True)
-        actor = await self._calls.supervise(need, place.group)
+
+    async def _introduced(self, order: Order, place: _Place, limit_s: float) -> _Supervised | None:
+        """None: it does not answer within the limit."""
+        actor = await self._calls.supervise(self._needs[order.role], place.group)
         try:
-            return _Supervised(actor, *await actor.introduce.remote())
-        except BaseException:
+            async with asyncio.timeout(limit_s):
+                supervised = _Supervised(place, actor, *await actor.introduce.remote())
+        except BaseException as error:
             keep(self._tasks, self._calls.kill(actor))
+            if isinstance(error, TimeoutError):
+                return None
             raise
+        if place.node is not None:
+            self._suspects.discard(place.node)
+        return supervised
+
+    def _leave_place(self, name: str, place: _Place) -> None:
+        """Its node is suspected, and the worker's next process has another place."""
+        if (node := place.node or place.wish) is not None:
+            self._suspects.add(node)
+        if place in self._known_places():
+            self.release(name)
+
+    def _address_of(self, node: str | None) -> str:
+        """For people."""
+        return self._addresses.get(node or "", node or "a node")
 
     async def _place_of(self, order: Order) -> _Place:
         """The worker's own from its last life, if Ray still keeps that."""
@@ -182,19 +233,25 @@ class RayStarter:
             del self._places[order.name]
             task = None
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._make_place(order.role))
+            task = asyncio.get_running_loop().create_task(self._make_place(order.name, order.role))
             self._places[order.name] = task
         return await asyncio.shield(task)  # that what is made is known, whoever still wants it
 
-    async def _make_place(self, role: Role) -> _Place:
+    async def _make_place(self, name: str, role: Role) -> _Place:
         need, strategy = self._needs[role], strategy_of(self._config, role)
         async with self._placing:
             view = await self._calls.view()
+            self._addresses |= {node.id: node.address for node in view.nodes}
             taken = [(place.role, place.node) for place in self._known_places() if place.node is not None]
             nodes = less_placed(view.nodes, view.totals, [(node, self._needs[other]) for other, node in taken])
             of_role = Counter(node for other, node in taken if other is role)
-            node = choose_node(nodes, need, strategy, of_role)
-            place = _Place(role, await self._calls.make_group(need, node))
+            trusted = [node for node in nodes if node.id not in self._suspects]
+            node = choose_node(trusted, need, strategy, of_role) or choose_node(nodes, need, strategy, of_role)
+            if len(trusted) < len(nodes):
+                suspects = ", ".join(node.address for node in nodes if node.id in self._suspects)
+                where = self._address_of(node) if node is not None else "the first node with room"
+                _LOG.warning("%s is placed on %s; left out while another has room: %s", name, where, suspects)
+            place = _Place(role, await self._calls.make_group(need, node), node)
             if node is not None:
                 with contextlib.suppress(*RayCalls.FAULTS):  # the next choice then knows a little less
                     place.node = await self._calls.node_of(place.group)

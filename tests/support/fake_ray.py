@@ -65,6 +65,9 @@ class FakeActor:
         return types.SimpleNamespace(remote=lambda *arguments: self._call(name, arguments))
 
     async def _call(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if self.group.node in self.ray.silent:
+            await self.died.wait()
+            raise RayError("The actor is dead because it was killed.")
         if name == "introduce" and name not in self.ray.faults:
             return "fake", Seat(this_machine(), os.getpid(), -1)  # a process that has ended: not this one
         work = asyncio.ensure_future(getattr(self.subject, name)(*arguments))
@@ -96,7 +99,10 @@ class FakeRay:
     released: threading.Event = field(default_factory=threading.Event)
     unblocked: threading.Event = field(default_factory=threading.Event)  # kills wait for it
     on_init: Callable[[], Any] = lambda: None
+    on_actor: Callable[[], Any] = lambda: None
     dead: set[str] = field(default_factory=set)  # nodes that are given up
+    silent: set[str] = field(default_factory=set)  # nodes whose actors do not answer
+    stuck: set[str] = field(default_factory=set)  # nodes that keep a group waiting which wishes for them
     lock: Any = field(default_factory=threading.RLock)
 
     def free(self) -> dict[str, dict[str, float]]:
@@ -115,6 +121,8 @@ class FakeRay:
                 free = self.free()
                 order = [group.soft] if group.soft is not None else []
                 for node in itertools.chain(order, free):
+                    if node in self.stuck and node == group.soft:
+                        break
                     if all(free[node].get(name, 0.0) >= amount for name, amount in group.needs.items()):
                         group.node, group.state = node, "CREATED"
                         break
@@ -175,6 +183,7 @@ class FakeRay:
 
     def _make_actor(self, kind: type, group: FakeGroup) -> FakeActor:
         self.say("actor")
+        self.on_actor()
         actor = FakeActor(self, kind, group)
         self.actors.append(actor)
         return actor

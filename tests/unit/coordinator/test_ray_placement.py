@@ -12,6 +12,7 @@ from coordinator.ray_placement import (
     Need,
     Node,
     Strategy,
+    Suspects,
     choose_node,
     less_placed,
     need_of,
@@ -156,3 +157,17 @@ def test_what_a_worker_waits_for_is_said_node_by_node() -> None:
     assert said == "it needs 1 CPU, 1 GPU, all on one node; free: 10.0.0.1: 2 CPU; 10.0.0.2: nothing"
     assert waiting_words(ONE, [node(str(n), 1) for n in range(10)]).endswith("10.0.0.7: 1 CPU; and 2 more nodes")
     assert waiting_words(ONE, []).endswith("free: no node")
+
+
+def test_a_node_is_suspected_for_some_time_or_until_it_answers() -> None:
+    now_s = 0.0
+    suspects = Suspects(lambda: now_s, 90.0)
+    suspects.add("a")
+    suspects.add("b")
+    suspects.discard("b")
+    now_s = 80.0
+    assert "a" in suspects and "b" not in suspects and "c" not in suspects
+    now_s = 90.0
+    assert "a" not in suspects
+    suspects.add("a")
+    assert "a" in suspects

@@ -124,7 +124,9 @@ def test_a_start_whose_answer_is_lost_is_out_of_sight_until_it_is_proven(ray: Fa
             await asyncio.wait_for(lost.proven(), WAIT_S)
             await until(lambda: not runs(unheard.process), "it does not run any more")
             (again,) = await started(starter, tmp_path, "decode-0")
-            assert again.is_alive and len(ray.groups) == 1  # in the same place
+            assert again.is_alive
+            await until(lambda: ray.groups[0].state == "REMOVED", "its place is given back")
+            assert ray.groups[0].node != ray.groups[1].node
 
     asyncio.run(main())
 
@@ -195,6 +197,77 @@ def test_all_that_ray_says_of_a_lost_supervisor_is_told(ray: FakeRay, tmp_path: 
             assert "nobody saw its end: The actor died" in process.describe_end()
             await asyncio.wait_for(lost.proven(), WAIT_S)  # this machine looks for it itself, and kills it
             await until(lambda: not psutil.pid_exists(process.pid), "it has ended")
+
+    asyncio.run(main())
+
+
+def test_only_a_worker_out_of_sight_has_another_place_next(ray: FakeRay, tmp_path: Path) -> None:
+    """On another node if one has room, else on its own again."""
+
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            for end in ("seen", "lost"):
+                (process,) = await started(starter, tmp_path, "decode-0")
+                if end == "seen":
+                    process.kill()
+                else:
+                    ray.actors[-1].died.set()
+                await asyncio.wait_for(process.reap(), WAIT_S)
+            assert len(ray.groups) == 1
+            first = ray.groups[0].node
+            (process,) = await started(starter, tmp_path, "decode-0")
+            await until(lambda: ray.groups[0].state == "REMOVED", "its old place is given back")
+            assert len(ray.groups) == 2 and ray.groups[1].node != first
+            ray.actors[-1].died.set()
+            await process.reap()
+            await started(starter, tmp_path, "decode-0")
+            assert len(ray.groups) == 3 and ray.groups[2].state == "CREATED"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("first", ["its supervisor does not answer on a", "it has no place on a"])
+def test_a_silent_node_keeps_no_worker_waiting(
+    first: str, ray: FakeRay, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with opened(tmp_path) as starter:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("coordinator.ray_starter._ANSWER_S", 0.2)
+                if "no place" in first:
+                    ray.stuck = {"a"}
+                else:
+                    ray.on_actor = lambda: ray.silent.add("a")
+                (process,) = await started(starter, tmp_path, "decode-0")
+                assert process.is_alive and nodes_of(ray) == ["b"]
+                assert f"decode-0: {first} after 0.2 s; another node is tried if one has room" in caplog.text
+                assert "decode-0 is placed on b; left out while another has room: a" in caplog.text
+                await until(lambda: ray.groups[0].state == "REMOVED", "its first place is given back")
+                (other,) = await started(starter, tmp_path, "decode-1")
+                assert other.is_alive and nodes_of(ray) == ["b", "b"]
+                ray.on_actor = lambda: None
+                waiting = asyncio.ensure_future(starter.start(order(tmp_path, "decode-2"), left := asyncio.Event()))
+                await until(lambda: len(ray.groups) == 4, "no other node has room, so it asks for the silent one")
+                ray.silent.clear()
+                ray.stuck.clear()
+                assert (await asyncio.wait_for(waiting, WAIT_S)).is_alive and not left.is_set()
+                assert "a" not in starter._suspects  # it has answered
+
+    asyncio.run(main())
+
+
+def test_a_slow_node_is_not_given_up_for_ever(ray: FakeRay, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        ray.nodes = {"a": {"CPU": 1.0}}
+        async with opened(tmp_path) as starter:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("coordinator.ray_starter._ANSWER_S", 0.1)
+                ray.on_actor = lambda: ray.silent.add("a")
+                waiting = asyncio.ensure_future(starter.start(order(tmp_path, "decode-0"), asyncio.Event()))
+                await until(lambda: "does not answer on a after 0.2 s" in caplog.text, "each time it waits longer")
+                ray.on_actor = ray.silent.clear
+                ray.silent.clear()
+                assert (await asyncio.wait_for(waiting, WAIT_S)).is_alive and nodes_of(ray) == ["a"]
 
     asyncio.run(main())
 
