@@ -7,28 +7,36 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"  # or a call after the end of a connection would start another Ray
 
 import ray
+from ray._private.services import get_ray_address_from_environment
 from ray._private.state import available_resources_per_node
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from coordinator.daemon_thread import DaemonThread
+from coordinator.ray_address import look_for_head
 from coordinator.ray_placement import Need, Node
 from coordinator.ray_supervisor import Supervisor
 
 __all__ = ["ActorUnavailableError", "Group", "RayCalls", "RayError", "RayTaskError", "View", "words_of"]
 _THREADS = 32
 _LOOK_S = 1.0
+_CONNECT_S = 60.0  # for a cluster that is there to take this launch in; Ray itself would wait for longer
 _END_S = 20.0  # for calls that are under way, then for Ray to let go
+_GRACE_S = 3.0  # for a connection that is being made when nobody wants it any more
+_TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 T = TypeVar("T")
 
 
@@ -55,15 +63,25 @@ class RayCalls:
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_THREADS, "ray")
         # Ray's own processes end with the thread that started them, so that one begins and ends it all.
-        self._life = ThreadPoolExecutor(1, "ray life")
+        self._life = DaemonThread("ray life")
         self._is_open = False
+        self._end_s = _END_S
 
     async def connect(self, address: str, options: Mapping[str, Any]) -> tuple[str, str]:
         """Attach to a cluster, or start one (`local`): its address, and this node's."""
         self._is_open = True  # from here on there may be something to end
-        # In a thread: from the main one Ray would set handlers of its own for signals.
+        is_own = address == "local"
+        if not is_own:
+            await look_for_head(await self._life.call(_address_of, address))
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._life, _connect, address, options)
+            # In a thread: from the main one Ray would set handlers of its own for signals.
+            connecting = self._life.call(_connect, address, options)
+            self._end_s = _END_S if is_own else _GRACE_S  # what was started is worth waiting for, to end it
+            await asyncio.wait((connecting,), timeout=None if is_own else _CONNECT_S)
+            if not connecting.done():
+                raise ConnectionError(f"whatever is there does not take this launch in within {_CONNECT_S:g} s")
+            self._end_s = _END_S
+            return connecting.result()
         finally:
             _take_back_signals()
 
@@ -108,9 +126,9 @@ class RayCalls:
             self._threads.shutdown(wait=False, cancel_futures=True)
             joined = asyncio.ensure_future(asyncio.to_thread(self._threads.shutdown))
             await asyncio.wait((joined,), timeout=_END_S)
-            ended = self._life.submit(ray.shutdown)  # after a connection that is still being made
-            await asyncio.wait((asyncio.wrap_future(ended),), timeout=_END_S)
-            self._life.shutdown(wait=False)
+            ended = self._life.call(ray.shutdown)  # after a connection that is still being made
+            await asyncio.wait((ended,), timeout=self._end_s)
+            self._life.end()
 
     async def _run(self, call: Callable[..., T], *arguments: Any) -> T:
         if not self._is_open:
@@ -119,8 +137,15 @@ class RayCalls:
 
 
 def words_of(error: BaseException) -> str:
-    """All that Ray says, on one line: what matters most comes last."""
-    return " ".join(str(error).split()) or repr(error)
+    """All that Ray says, on one line, and the causes that it names: what matters most comes last."""
+    said: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        words = " ".join(str(cause).split()) or repr(cause)
+        if not any(words in other for other in said):
+            said.append(words)
+        cause = cause.__cause__
+    return ": ".join(said)
 
 
 def _take_back_signals() -> None:
@@ -130,10 +155,25 @@ def _take_back_signals() -> None:
         signal.siginterrupt(signal.SIGTERM, False)  # as asyncio has it
 
 
+def _address_of(address: str) -> str:
+    """Where Ray looks for `auto`: RAY_ADDRESS, a process of Ray's here, or what `ray start` has noted."""
+    return str(get_ray_address_from_environment(address, None)) if address == "auto" else address
+
+
 def _connect(address: str, options: Mapping[str, Any]) -> tuple[str, str]:
     logging.getLogger("ray").setLevel(logging.ERROR)  # it would say that it leaves the signal handlers alone
+    if address == "local":
+        _bring_token()
     ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
     return str(ray.get_runtime_context().gcs_address), str(ray.util.get_node_ip_address())
+
+
+def _bring_token() -> None:
+    """Ray listens at every address of this machine, for a cluster of this launch's own too, and guards it with a token.
+    One that it made itself would stay in the user's home, where `ray start` finds it and wants it of all nodes."""
+    has_own = any(name in os.environ for name in _TOKENS) or (Path.home() / ".ray" / "auth_token").exists()
+    if not has_own:
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 def _view() -> View:

@@ -103,6 +103,7 @@ class FakeRay:
     dead: set[str] = field(default_factory=set)  # nodes that are given up
     silent: set[str] = field(default_factory=set)  # nodes whose actors do not answer
     stuck: set[str] = field(default_factory=set)  # nodes that keep a group waiting which wishes for them
+    auto: str = "ray://not-looked-at"  # what `auto` finds
     lock: Any = field(default_factory=threading.RLock)
 
     def free(self) -> dict[str, dict[str, float]]:
@@ -137,6 +138,10 @@ class FakeRay:
     def init(self, **options: Any) -> None:
         self.on_init()
         self.say("init")
+
+    def find(self, address: str, folder: str | None) -> str:
+        self.say("find")
+        return self.auto
 
     def shutdown(self) -> None:
         self.say("shutdown")
@@ -204,6 +209,7 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeRay) -> None:
             "util": types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1"),
         },
         "ray._private": {},
+        "ray._private.services": {"get_ray_address_from_environment": fake.find},
         "ray._private.state": {"available_resources_per_node": fake.free},
         "ray.exceptions": {
             "RayError": RayError,
