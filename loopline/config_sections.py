@@ -23,6 +23,9 @@ Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
 UcxName = Annotated[str, Field(pattern=r"^UCX_[A-Z0-9_]+$")]
 RayAddress = Annotated[str, Field(pattern=r"^(auto|local|[^/\s]+:\d+)$")]
 Amount = Annotated[float, Field(gt=0)]
+_LABEL = "[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+LABEL_SELECTOR = rf"^!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))$"
+LabelSelector = Annotated[str, Field(pattern=LABEL_SELECTOR)]
 _CROSS = "cross_check"  # the type of a fault that is its own text
 
 
@@ -215,9 +218,9 @@ class LauncherConfig(Section):
     """ray: custom resources that each prefill worker takes of its node, besides its CPUs and its GPU."""
     decode_resources: dict[str, Amount] = Field(default_factory=dict)
     """ray: the same of each decode or unified worker."""
-    prefill_labels: dict[str, str] = Field(default_factory=dict)
+    prefill_labels: dict[str, LabelSelector] = Field(default_factory=dict)
     """ray: labels that the node of a prefill worker must have."""
-    decode_labels: dict[str, str] = Field(default_factory=dict)
+    decode_labels: dict[str, LabelSelector] = Field(default_factory=dict)
     """ray: the same for decode and unified workers."""
     restart: Literal["always", "never"] = "always"
     """Whether a process that ended by itself is started again."""

@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from loopline.config_sections import Section
+from loopline.config_sections import LABEL_SELECTOR, Section
 from loopline.security import MIN_TOKEN_CHARS
 
 _PATTERNS = {
+    LABEL_SELECTOR: "A, !A, in(A,B) or !in(A,B), where A and B are letters, digits and -_. (quote numbers)",
     r"^(auto|local|[^/\s]+:\d+)$": "auto, local or HOST:PORT",
     r"^(cpu|cuda(:\d+)?)$": "cpu, cuda or cuda:N",
     r"^UCX_[A-Z0-9_]+$": "a name UCX_...",

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from coordinator.ray_placement import needs_of
 from loopline.bench.shapes import SHAPES
 from loopline.capacity.hardware import Profile
 from loopline.capacity.plan import Plan, make_plan, roles_of, usual_workload
@@ -50,6 +51,8 @@ def check(
     it."""
     loaded = load_config(config)
     loaded.require_reachable_workers()
+    if loaded.launcher.kind == "ray":
+        needs_of(loaded)
     spec, is_there = read_geometry(loaded.model.path)
     check_prefix_cache(spec, PREFIX_CACHE[loaded.kv.prefix_cache], NoiseKey(loaded.model.noise_key))
     devices = [loaded.group(role).device for role in roles_of(loaded)]

@@ -251,7 +251,11 @@ def test_what_is_no_host_is_refused(tmp_path: Path, key: str) -> None:
         ),
         (
             "kind: ray, decode_labels: {zone: 1}",
-            "launcher.decode_labels.zone is 1; allowed: a mapping of NAME to text (quote numbers)",
+            "launcher.decode_labels.zone is 1; allowed: a mapping of NAME to A, !A, in(A,B) or !in(A,B), where A and B",
+        ),
+        (
+            "kind: ray, prefill_labels: {pool: 'in(decode'}",
+            "launcher.prefill_labels.pool is 'in(decode'; allowed: a mapping of NAME to A, !A, in(A,B) or !in(A,B), wh",
         ),
     ],
 )

@@ -111,6 +111,26 @@ def test_check_says_what_has_no_effect(tmp_path: Path) -> None:
     assert "note:" not in RUNNER.invoke(app, ["check", shipped]).output
 
 
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            "launcher: {kind: ray}\ndecode: {device: 'cuda:1'}",
+            "decode.device is cuda:1; allowed with launcher.kind: ray",
+        ),
+        ("launcher: {kind: ray, decode_resources: {CPU: 4}}", "launcher.decode_resources.CPU is 4; allowed: custom"),
+        (
+            "launcher: {kind: ray, address: local, prefill_labels: {pool: a}}",
+            "launcher.prefill_labels is {'pool': 'a'}; allowed with launcher.address: local: none",
+        ),
+    ],
+)
+def test_check_refuses_what_a_launch_by_ray_does(keys: str, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"model: {{path: {ROOT / 'configs/models/tiny-ouro'}}}\n{keys}\n", encoding="utf-8")
+    assert str(RUNNER.invoke(app, ["check", str(file)]).exception).startswith(expected)
+
+
 def test_check_refuses_to_share_prefixes_of_noise_that_is_each_requests_own(tmp_path: Path) -> None:
     file, model = tmp_path / "cluster.yaml", ROOT / "configs/models/tiny-huginn"
     file.write_text(f"model: {{path: {model}}}\nkv: {{prefix_cache: true}}\n", encoding="utf-8")
