@@ -60,6 +60,11 @@ def need_of(config: ClusterConfig, role: Role) -> Need:
     return Need({**own, **custom}, labels)
 
 
+def needs_of(config: ClusterConfig) -> dict[Role, Need]:
+    """Of each role's workers. Raises ConfigError for what cannot be asked of Ray."""
+    return {role: need_of(config, role) for role in Role}
+
+
 def strategy_of(config: ClusterConfig, role: Role) -> Strategy:
     """How the role's workers lie over the nodes, as far as there is room."""
     return "pack" if role is Role.PREFILL and config.launcher.prefill_placement == "pack" else "spread"
@@ -74,9 +79,13 @@ class Node:
     labels: Mapping[str, str]
     free: Mapping[str, float]
 
+    def has_labels_of(self, need: Need) -> bool:
+        """Whether such workers may be on it, as far as labels go."""
+        return all(_is_label(self.labels.get(name), wanted) for name, wanted in need.labels.items())
+
     def room_for(self, need: Need) -> int:
         """How many such workers it has room for."""
-        if not all(_is_label(self.labels.get(name), wanted) for name, wanted in need.labels.items()):
+        if not self.has_labels_of(need):
             return 0
         return min(int((self.free.get(name, 0.0) + _ROUNDING) / amount) for name, amount in need.resources.items())
 
@@ -134,11 +143,36 @@ def less_placed(nodes: Iterable[Node], totals: Mapping[str, Mapping[str, float]]
     ]
 
 
-def waiting_words(need: Need, nodes: Sequence[Node]) -> str:
-    """What a worker waits for, for people."""
+def waiting_words(need: Need, nodes: Sequence[Node], totals: Mapping[str, Mapping[str, float]]) -> str:
+    """What a worker waits for, for people. `totals`: all that each node has, by its id; one of which some is missing
+    has no more than what is free."""
+    if why := _in_vain(need, [replace(node, free={**node.free, **totals.get(node.id, {})}) for node in nodes]):
+        return f"it needs {need.describe()}, all on one node, and no living node has that even when empty: {why}"
     shown = [f"{node.address}: {_amounts(node.free)}" for node in nodes[:_NODES_SHOWN]]
-    more = [f"and {len(nodes) - _NODES_SHOWN} more nodes"] if len(nodes) > _NODES_SHOWN else []
-    return f"it needs {need.describe()}, all on one node; free: {'; '.join(shown + more) or 'no node'}"
+    return f"it needs {need.describe()}, all on one node; free: {'; '.join([*shown, *_more(nodes)]) or 'no node'}"
+
+
+def _in_vain(need: Need, empty: Sequence[Node]) -> str:
+    """Why none of the nodes could ever hold such a worker, if that is so and there are any. `empty`: with all that they
+    have as free."""
+    if not empty or any(node.room_for(need) for node in empty):
+        return ""
+    labelled = [node for node in empty if node.has_labels_of(need)]
+    if not labelled:
+        return "; ".join(_labels_there(name, empty) for name in need.labels)
+    shown = [f"{node.address}: {_amounts(node.free)}" for node in labelled[:_NODES_SHOWN]]
+    of_these = "with such labels there are " if need.labels else "there are "
+    return of_these + "; ".join([*shown, *_more(labelled)])
+
+
+def _labels_there(name: str, nodes: Iterable[Node]) -> str:
+    values = sorted({node.labels[name] for node in nodes if name in node.labels})
+    more = [f"and {len(values) - _NODES_SHOWN} more"] if len(values) > _NODES_SHOWN else []
+    return f"{name} is {', '.join(values[:_NODES_SHOWN] + more)}" if values else f"none has a label {name}"
+
+
+def _more(nodes: Sequence[Node]) -> list[str]:
+    return [f"and {len(nodes) - _NODES_SHOWN} more nodes"] if len(nodes) > _NODES_SHOWN else []
 
 
 def _amounts(free: Mapping[str, float]) -> str:

@@ -23,7 +23,7 @@ import yaml
 from coordinator.background import unless
 from coordinator.processes import OutOfSight
 from coordinator.ray_calls import Group, RayCalls, RayError, RayTaskError, words_of
-from coordinator.ray_placement import Need, Suspects, choose_node, less_placed, need_of, strategy_of, waiting_words
+from coordinator.ray_placement import Need, Suspects, choose_node, less_placed, needs_of, strategy_of, waiting_words
 from coordinator.ray_process import RayProcess, keep
 from coordinator.ray_supervisor import Started, Trace, look_for
 from coordinator.seat import Seat, this_machine, this_network
@@ -69,7 +69,7 @@ class RayStarter:
     def __init__(self, config: ClusterConfig, config_path: Path) -> None:
         """Raises ConfigError for what cannot be asked of Ray."""
         self._config = config
-        self._needs = {role: need_of(config, role) for role in Role}
+        self._needs = needs_of(config)
         self._shipped = _with_absolute_paths(config_path)
         self._calls = RayCalls()
         self._placing = asyncio.Lock()  # one choice after the other, in the order of the starts
@@ -266,7 +266,7 @@ class RayStarter:
             await asyncio.sleep(_SAY_S)
             with contextlib.suppress(*RayCalls.FAULTS):  # words only
                 view = await self._calls.view()
-                _LOG.warning("%s waits for %s: %s", name, self.place, waiting_words(need, view.nodes))
+                _LOG.warning("%s waits for %s: %s", name, self.place, waiting_words(need, view.nodes, view.totals))
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 

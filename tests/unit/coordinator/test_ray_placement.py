@@ -151,12 +151,17 @@ def test_what_others_take_counts_and_what_was_just_placed_counts_once() -> None:
     assert [n.free["CPU"] for n in less_placed(stale, {"1": {"CPU": 4.0}}, [("1", ONE), ("gone", ONE)])] == [3]
 
 
+def totals_of(nodes: list[Node], **total: float) -> dict[str, dict[str, float]]:
+    return {node.id: {"memory": 1e9, **total} for node in nodes}
+
+
 def test_what_a_worker_waits_for_is_said_node_by_node() -> None:
     nodes = [node("1", 2), node("2", 2, free=0)]
-    said = waiting_words(Need({"CPU": 1.0, "GPU": 1.0}, {}), nodes)
+    said = waiting_words(Need({"CPU": 1.0, "GPU": 1.0}, {}), nodes, totals_of(nodes, CPU=2, GPU=1))
     assert said == "it needs 1 CPU, 1 GPU, all on one node; free: 10.0.0.1: 2 CPU; 10.0.0.2: nothing"
-    assert waiting_words(ONE, [node(str(n), 1) for n in range(10)]).endswith("10.0.0.7: 1 CPU; and 2 more nodes")
-    assert waiting_words(ONE, []).endswith("free: no node")
+    ten = [node(str(n), 1) for n in range(10)]
+    assert waiting_words(ONE, ten, totals_of(ten, CPU=1)).endswith("10.0.0.7: 1 CPU; and 2 more nodes")
+    assert waiting_words(ONE, [], {}).endswith("free: no node")
 
 
 def test_a_node_is_suspected_for_some_time_or_until_it_answers() -> None:
@@ -171,3 +176,20 @@ def test_a_node_is_suspected_for_some_time_or_until_it_answers() -> None:
     assert "a" not in suspects
     suspects.add("a")
     assert "a" in suspects
+
+
+def test_what_no_node_has_even_when_empty_is_no_full_cluster() -> None:
+    nodes = [node("1", 2, free=0, pool="a"), node("2", 2, free=0, pool="b"), node("3", 2, free=0)]
+    totals = totals_of(nodes, CPU=2)
+    vain = "all on one node, and no living node has that even when empty:"
+    for need in (Need({"CPU": 1.0, "GPU": 1.0}, {}), Need({"CPU": 3.0}, {}), Need({"CPU": 1.0, "decod_node": 1.0}, {})):
+        said = waiting_words(need, nodes, totals)
+        assert f"{vain} there are 10.0.0.1: 2 CPU; 10.0.0.2: 2 CPU; 10.0.0.3: 2 CPU" in said
+    said = waiting_words(Need({"CPU": 1.0}, {"pool": "decode", "zone": "x"}), nodes, totals)
+    assert (
+        said
+        == f"it needs 1 CPU, a node with pool=decode, a node with zone=x, {vain} pool is a, b; none has a label zone"
+    )
+    said = waiting_words(Need({"CPU": 4.0}, {"pool": "in(b,c)"}), nodes, totals)
+    assert said.endswith(f"{vain} with such labels there are 10.0.0.2: 2 CPU")
+    assert "even when empty" not in waiting_words(Need({"CPU": 2.0}, {"pool": "b"}), nodes, totals)
