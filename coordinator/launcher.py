@@ -7,6 +7,7 @@ terminal's Ctrl-C reaches only this process.
 
 import asyncio
 import logging
+import signal
 import uuid
 from collections import deque
 from collections.abc import Mapping
@@ -115,6 +116,11 @@ class Launcher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.stop()
+
+    @property
+    def public_address(self) -> str:
+        """Where other machines of this cluster reach the coordinator, as far as that is known; else `address`."""
+        return self._starter.reached_at(self.address)
 
     @property
     def pids(self) -> dict[str, int]:
@@ -315,7 +321,10 @@ class Launcher:
             _LOG.warning("worker %s is out of sight: %s", name, life.words)
             self._background.spawn(self._prove_end(life.end, Ended(name, process, life.pid, None)))
         else:
-            _LOG.warning("worker %s ended with exit status %d", name, life.end)
+            if life.end == 0 or (life.end == -signal.SIGTERM and self._left[name].is_set()):
+                _LOG.info("worker %s has left", name)
+            else:
+                _LOG.warning("worker %s", life.words)
             await self._coordinator.report(Ended(name, process, life.pid, life.end))
 
     async def _prove_end(self, lost: OutOfSight, ended: Ended) -> None:

@@ -30,6 +30,7 @@ from coordinator.seat import Seat, this_machine, this_network
 from coordinator.starters import Order, arguments_of
 from loopline.config import ClusterConfig, resolve_paths
 from loopline.errors import OperatorError
+from loopline.hosts import is_every_host
 from loopline.identity import Role
 from loopline.wire.channel import join_address
 
@@ -39,7 +40,6 @@ _ANSWER_S = 15.0  # at first, for a node to keep a place or have a supervisor an
 _START_S = 30.0  # for a supervisor that is there to say that its worker runs
 _RETRY_S = 1.0
 _LOOK_S = 2.0
-_EVERY = ("0.0.0.0", "::")
 
 
 @dataclass(eq=False)
@@ -140,7 +140,7 @@ class RayStarter:
 
     async def _start_under(self, supervised: _Supervised, order: Order) -> Started | OutOfSight:
         """Raises OperatorError where the supervisor says that it has started nothing."""
-        coordinator = self._coordinator_address(order.coordinator)
+        coordinator = self.reached_at(order.coordinator)
         arguments = arguments_of(order, coordinator)
         try:
             async with asyncio.timeout(_START_S):
@@ -155,9 +155,9 @@ class RayStarter:
             trace = Trace(supervised.seat, ("--uuid", order.process))
             return OutOfSight(f"its supervisor does not answer: {words_of(error)}", lambda: self._prove(trace))
 
-    def _coordinator_address(self, address: str) -> str:
-        """Where workers reach it: one that listens everywhere is reached at this node's address."""
-        if self._config.coordinator.host not in _EVERY:
+    def reached_at(self, address: str) -> str:
+        """See Starter. One that listens everywhere is reached at this node's address."""
+        if not is_every_host(self._config.coordinator.host):
             return address
         return join_address(self._node_address, int(address.rpartition(":")[2]))
 

@@ -53,6 +53,10 @@ class Starter(Protocol):
         is one. Raises OperatorError or OSError where there is none."""
         ...
 
+    def reached_at(self, address: str) -> str:
+        """At which HOST:PORT its workers reach the coordinator that this machine reaches at `address`."""
+        ...
+
     def release(self, name: str) -> None:
         """This worker is not started again."""
         ...
@@ -87,6 +91,10 @@ class LocalStarter:
         """See Starter."""
         arguments = ["--config", str(self._config_path), "--host", self.place, *arguments_of(order, order.coordinator)]
         return await start_child(order.name, order.module, arguments, order.log_path, self._forks)
+
+    def reached_at(self, address: str) -> str:
+        """See Starter."""
+        return address
 
     def release(self, name: str) -> None:
         """See Starter."""

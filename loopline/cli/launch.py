@@ -16,7 +16,7 @@ from rich.logging import RichHandler
 from coordinator.launcher import Launcher
 from loopline.cli.options import Config
 from loopline.cli.supervise import Interrupts, finish, run_folder, start, unless
-from loopline.client import AsyncClient, ClusterStatus, Credentials
+from loopline.client import AsyncClient, ClusterStatus
 from loopline.errors import LooplineError, OperatorError
 from loopline.process import write_json_by_rename
 
@@ -54,8 +54,8 @@ async def _launch(
         if not await start(launcher, interrupts, timeout_s, folder):
             return 0
         try:
-            with _ready(ready_file, launcher.address):
-                watch = asyncio.create_task(_show_status(console, launcher.address, launcher.credentials))
+            with _ready(ready_file, launcher.public_address):
+                watch = asyncio.create_task(_show_status(console, launcher))
                 try:
                     await unless(interrupts.first, launcher.wait_stopped())
                 finally:
@@ -84,19 +84,19 @@ def _ready(path: Path | None, address: str) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-async def _show_status(console: Console, address: str, credentials: Credentials) -> None:
+async def _show_status(console: Console, launcher: Launcher) -> None:
     """A live line on a terminal, else a line for each change."""
     if not console.is_terminal:
-        await _watch(address, credentials, console.print, counts=False)
+        await _watch(launcher, console.print, counts=False)
         return
-    with console.status(f"serving at {address}") as line:
-        await _watch(address, credentials, line.update, counts=True)
+    with console.status(f"serving at {launcher.public_address}") as line:
+        await _watch(launcher, line.update, counts=True)
 
 
-async def _watch(address: str, credentials: Credentials, show: Callable[[str], object], counts: bool) -> None:
+async def _watch(launcher: Launcher, show: Callable[[str], object], counts: bool) -> None:
     """Show what changes: the workers' states, and with `counts` how many requests run and wait."""
-    shown = ""
-    async with AsyncClient(address, credentials=credentials) as client:
+    shown, address = "", launcher.public_address
+    async with AsyncClient(launcher.address, credentials=launcher.credentials) as client:
         while True:
             try:
                 words = _words(address, await client.status())

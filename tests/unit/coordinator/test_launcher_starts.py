@@ -74,7 +74,7 @@ class ScriptedStarter(LocalStarter):
         if say == "is not heard of":
             self.unheard = child
             return OutOfSight("its answer is lost", self._ended)
-        return Blinded(child, self.proof)
+        return child if say == "is seen" else Blinded(child, self.proof)
 
     async def _ended(self) -> None:
         await self.unheard.reap()
@@ -82,6 +82,9 @@ class ScriptedStarter(LocalStarter):
     async def watch(self) -> None:
         await self.is_lost.wait()
         raise OperatorError("its node is lost")
+
+    def reached_at(self, address: str) -> str:
+        return f"there, not at {address}"
 
     def release(self, name: str) -> None:
         self.released.append(name)
@@ -186,4 +189,33 @@ def test_a_worker_that_cannot_be_started_leaves_when_it_is_told_to(tmp_path: Pat
             await until(lambda: starter.released == ["decode-1"], "it is not tried any more")
             assert [worker.name for worker in launcher.report(0).workers] == ["prefill-0", "decode-0"]
 
+    asyncio.run(main())
+
+
+def test_how_a_worker_crashed_is_said_with_its_log_and_one_that_leaves_is_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name == "coordinator.launcher"]
+
+    async def main() -> None:
+        async with scripted(tmp_path) as (launcher, starter):
+            starter.always = "is seen"
+            assert launcher.public_address == f"there, not at {launcher.address}"
+            launcher.want(WorkerCounts(1, 2))
+            await until(lambda: "decode-1" in launcher.pids, "one that is seen")
+            first = launcher.pids["decode-1"]
+            with (tmp_path / "run" / "decode-1.log").open("a") as log:
+                log.write("its last words\n")
+            os.kill(first, signal.SIGKILL)
+            await until(lambda: launcher.pids.get("decode-1", first) != first, "a successor")
+            (said,) = warnings()
+            assert (
+                said.startswith("worker decode-1 ended with exit status -9; the end of ") and "its last words" in said
+            )
+            launcher.want(WorkerCounts(1, 1))
+            await until(lambda: starter.released == ["decode-1"], "it has left for good")
+            assert warnings() == [said]
+
+    caplog.set_level("WARNING")
     asyncio.run(main())

@@ -36,10 +36,10 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
 
 
 @contextlib.asynccontextmanager
-async def opened(folder: Path, **launcher: str) -> AsyncIterator[Any]:
+async def opened(folder: Path, coordinator: str = "127.0.0.1") -> AsyncIterator[Any]:
     path = folder / "cluster.yaml"
-    more = "".join(f", {key}: {value}" for key, value in launcher.items())
-    path.write_text(f"model: {{path: somewhere}}\nlauncher: {{kind: ray{more}}}\n", encoding="utf-8")
+    sections = ("model: {path: somewhere}", "launcher: {kind: ray}", f"coordinator: {{host: {coordinator}}}")
+    path.write_text("\n".join(sections), encoding="utf-8")
     starter = importlib.import_module("coordinator.ray_starter").RayStarter(load_config(path), path)
     await starter.open()
     try:
@@ -325,5 +325,16 @@ def test_an_end_lets_go_of_ray_whatever_was_under_way(ray: FakeRay, tmp_path: Pa
             assert ray.calls.count("shutdown") == 1
             with pytest.raises(OperatorError, match="not attached to Ray any more"):
                 await starter.start(order(tmp_path, "decode-1"), asyncio.Event())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("host", "expected"), [("0.0.0.0", "10.0.0.1:50051"), ("127.0.0.1", "127.0.0.1:50051")])
+def test_a_coordinator_that_listens_everywhere_is_said_to_be_at_this_node(
+    host: str, expected: str, ray: FakeRay, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with opened(tmp_path, coordinator=host) as starter:
+            assert starter.reached_at("127.0.0.1:50051") == expected
 
     asyncio.run(main())
