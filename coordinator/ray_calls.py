@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import secrets
 import signal
 import threading
@@ -37,6 +38,7 @@ _CONNECT_S = 60.0  # for a cluster that is there to take this launch in; Ray its
 _END_S = 20.0  # for calls that are under way, then for Ray to let go
 _GRACE_S = 3.0  # for a connection that is being made when nobody wants it any more
 _TOKENS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+_TRACE = re.compile(r"Traceback \(most recent call last\):\n([ \t].*\n)*")  # Ray puts some into its words
 T = TypeVar("T")
 
 
@@ -141,7 +143,7 @@ def words_of(error: BaseException) -> str:
     said: list[str] = []
     cause: BaseException | None = error
     while cause is not None:
-        words = " ".join(str(cause).split()) or repr(cause)
+        words = " ".join(_TRACE.sub("", str(cause)).split()) or repr(cause)
         if not any(words in other for other in said):
             said.append(words)
         cause = cause.__cause__

@@ -83,9 +83,10 @@ def test_the_same_of_what_auto_finds(ray: FakeRay, tmp_path: Path) -> None:
 
 def test_the_cause_that_ray_names_is_said(ray: FakeRay, tmp_path: Path) -> None:
     fault = ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
-    fault.__cause__ = RayError("InvalidAuthToken: needed\nRAY_AUTH_MODE=token")
+    trace = 'Traceback (most recent call last):\n  File "node.py"\n    client = Client(\n'
+    fault.__cause__ = RayError(f"no GCS: {trace}InvalidAuthToken: needed\nRAY_AUTH_MODE=token")
     ray.faults["init"] = fault
-    with pytest.raises(OperatorError, match=r"cluster at 10.0.0.1:6379: InvalidAuthToken: needed RAY_AUTH_MODE=token;"):
+    with pytest.raises(OperatorError, match=r"at 10.0.0.1:6379: no GCS: InvalidAuthToken: needed RAY_AUTH_MODE=token;"):
         open_and_close(tmp_path, "auto")
 
 
