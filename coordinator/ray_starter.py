@@ -91,7 +91,7 @@ class RayStarter:
             hint = "; `ray start --head` starts one, and launcher.address: local has the launch start its own"
             raise OperatorError(
                 f"launcher.address is {address}: no Ray cluster to attach to: {words_of(error)}"
-                + (hint if address == "auto" else "")
+                + (hint if address == "auto" and error.__cause__ is None else "")  # else there is one
             ) from None
         self.place = f"Ray at {cluster}"
 
