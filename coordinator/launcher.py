@@ -11,7 +11,8 @@ import signal
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
@@ -87,6 +88,7 @@ class Launcher:
         self._id = uuid.uuid4().hex
         self._roster = Roster()
         self._left: dict[str, asyncio.Event] = {}  # by name: the worker was told to leave
+        self._waits: dict[str, str] = {}  # by name: why the worker does not run yet
         self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)  # uuids of reaped worker processes
         self._faulted: set[str] = set()  # those whose faults on purpose have had their chance
         self.changed = asyncio.Event()
@@ -170,7 +172,7 @@ class Launcher:
             restarts=self._config.launcher.restart == "always",
             wanted=self._roster.wanted,
             revision=revision,
-            workers=self._roster.kept(),
+            workers=tuple(replace(kept, waits_for=self._waits.get(kept.name, "")) for kept in self._roster.kept()),
             ended=tuple(self._ended),
         )
 
@@ -260,6 +262,7 @@ class Launcher:
                 if not self._has_served:
                     raise failure from None
                 _LOG.error("%s; tried again", failure)
+                self._on_wait(name, str(error))
                 await wait_at_most(left, backoff.after(0.0))
                 continue
             if self._background.is_stopping:
@@ -276,6 +279,7 @@ class Launcher:
         if not self._background.is_stopping:
             self._starter.release(name)
             self._roster.ended(name)
+            self._waits.pop(name, None)
             self.changed.set()
 
     async def _live(self, name: str, role: Role, process: str) -> _Life | None:
@@ -285,8 +289,9 @@ class Launcher:
         if self._config.faults and name in self._faulted:
             arguments = ("--without-faults",)  # each of them happens once
         module, log_path = self._worker_modules[role], self._run_dir / f"{name}.log"
-        order = Order(name, role, process, module, self.address, arguments, log_path)
+        order = Order(name, role, process, module, self.address, arguments, log_path, partial(self._on_wait, name))
         child = await self._starter.start(order, self._left[name])
+        self._on_wait(name, "")
         if child is None:
             return None
         self._faulted.add(name)
@@ -308,6 +313,11 @@ class Launcher:
         except OperatorError:
             self._is_stranded = True
             raise
+
+    def _on_wait(self, name: str, words: str) -> None:
+        if words != self._waits.get(name, ""):
+            self._waits[name] = words
+            self.changed.set()
 
     def _living_workers(self) -> dict[str, Process]:
         return {process: child for process, child in self._workers.items() if child.is_alive}

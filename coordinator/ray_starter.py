@@ -184,7 +184,7 @@ class RayStarter:
 
     async def _is_placed(self, order: Order, place: _Place, limit_s: float) -> bool:
         """Waits for it, with words; no longer than `limit_s` for a node that was said to have room."""
-        saying = asyncio.ensure_future(self._say_what_it_waits_for(order.name, self._needs[order.role]))
+        saying = asyncio.ensure_future(self._say_what_it_waits_for(order, self._needs[order.role]))
         end_s = time.monotonic() + limit_s
         try:
             while (node := await self._calls.node_of(place.group)) is None:
@@ -261,12 +261,14 @@ class RayStarter:
         done = [task for task in self._places.values() if task.done() and not task.cancelled()]
         return [task.result() for task in done if task.exception() is None]
 
-    async def _say_what_it_waits_for(self, name: str, need: Need) -> None:
+    async def _say_what_it_waits_for(self, order: Order, need: Need) -> None:
         while True:
             await asyncio.sleep(_SAY_S)
             with contextlib.suppress(*RayCalls.FAULTS):  # words only
                 view = await self._calls.view()
-                _LOG.warning("%s waits for %s: %s", name, self.place, waiting_words(need, view.nodes, view.totals))
+                words = waiting_words(need, view.nodes, view.totals)
+                _LOG.warning("%s waits for %s: %s", order.name, self.place, words)
+                order.say(words)
 
     # ---- ends --------------------------------------------------------------------------------------------------------
 

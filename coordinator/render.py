@@ -132,7 +132,9 @@ def _launcher(report: LauncherReport) -> Any:
         decode=report.wanted.decode,
         unified=report.wanted.unified,
         workers=[
-            loopline_pb2.LaunchedWorker(name=worker.name, role=worker.role.value, leaving=worker.leaving)
+            loopline_pb2.LaunchedWorker(
+                name=worker.name, role=worker.role.value, leaving=worker.leaving, waits_for=worker.waits_for
+            )
             for worker in report.workers
         ],
     )

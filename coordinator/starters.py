@@ -4,7 +4,7 @@ Who is kept, names, restarts, backoff, reports and leaving are the launcher's, w
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,8 @@ from loopline.identity import Role
 class Order:
     """A worker to be started: `python -m module ARGUMENTS`, without those that a starter adds (`--config`, `--host`,
     `--coordinator`, `--uuid`). `process`: the uuid that this one process is known by, and no other. `coordinator`:
-    HOST:PORT at which this machine reaches it. `log_path` is on this machine and appended to."""
+    HOST:PORT at which this machine reaches it. `log_path` is on this machine and appended to. `say`: takes what it
+    waits for, for people, whenever that is known anew."""
 
     name: str
     role: Role
@@ -29,6 +30,7 @@ class Order:
     coordinator: str
     arguments: tuple[str, ...]
     log_path: Path
+    say: Callable[[str], None] = lambda words: None
 
 
 class Starter(Protocol):

@@ -34,11 +34,13 @@ class WorkerCounts:
 
 @dataclass(frozen=True)
 class KeptWorker:
-    """A worker that a launcher started. `leaving`: it was told to leave, and is not started again."""
+    """A worker that a launcher started. `leaving`: it was told to leave, and is not started again; `waits_for`: why it
+    does not run yet, for people, "" where nothing is known."""
 
     name: str
     role: Role
     leaving: bool
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from loopline.cli.options import Address, Json, with_credentials
-from loopline.cli.waiting import wanted_of
+from loopline.cli.waiting import waits_of, wanted_of
 from loopline.client import Client, ClusterStatus, Credentials, WorkerInfo
 from loopline.identity import BudgetCounts, Cause
 
@@ -93,6 +93,7 @@ def details(found: ClusterStatus) -> Iterator[str]:
             yield f"{worker.name} handoffs: {handoffs}"
     if (launcher := found.launcher) is not None:
         yield f"the launcher for {launcher.place} keeps {wanted_of(launcher)} workers"
+        yield from waits_of(launcher)
 
 
 def _budget(budget: BudgetCounts) -> str:

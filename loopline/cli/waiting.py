@@ -18,16 +18,19 @@ def wait_for(operator: Operator, is_so: Callable[[ClusterStatus], bool], what: s
     """The first status that is so. DeadlineExceeded says `what` was waited for. A coordinator that does not answer for
     a while is waited for, too."""
     end_s = time.monotonic() + timeout_s
+    waits: list[str] = []
     while True:
         try:
             status = operator.status()
             if is_so(status):
                 return status
+            waits = waits_of(status.launcher) if status.launcher is not None else []
         except CoordinatorUnreachable:
             if time.monotonic() >= end_s:
                 raise
         if time.monotonic() >= end_s:
-            raise DeadlineExceeded(f"not within {timeout_s:g} s: {what}; `loopline status` shows how far it is")
+            hint = "; ".join([*waits, "`loopline status` shows how far it is"])
+            raise DeadlineExceeded(f"not within {timeout_s:g} s: {what}; {hint}")
         time.sleep(POLL_S)
 
 
@@ -43,6 +46,11 @@ def is_settled(status: ClusterStatus) -> bool:
         not worker.leaving and worker.name in living and living[worker.name].state in enough
         for worker in launcher.workers
     )
+
+
+def waits_of(launcher: LauncherInfo) -> list[str]:
+    """Of each worker that does not run yet, what it waits for."""
+    return [f"{worker.name} waits: {worker.waits_for}" for worker in launcher.workers if worker.waits_for]
 
 
 def wanted_of(launcher: LauncherInfo) -> WorkerCounts:

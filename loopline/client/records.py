@@ -151,11 +151,13 @@ class WorkerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchedWorker:
-    """A worker that a launcher keeps. `leaving`: it was told to leave, and is not started again."""
+    """A worker that a launcher keeps. `leaving`: it was told to leave, and is not started again; `waits_for`: why it
+    does not run yet, "": it runs, or nothing is known."""
 
     name: str
     role: str
     leaving: bool
+    waits_for: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

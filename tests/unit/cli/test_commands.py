@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 from loopline.cli.main import app, main
 from loopline.cli.options import request_options
 from loopline.cli.status import audit_faults, details
-from loopline.cli.waiting import has_successor
+from loopline.cli.waiting import has_successor, is_settled, wait_for
 from loopline.client import ClusterStatus, LinkInfo, WorkerInfo
-from loopline.errors import CheckpointError
+from loopline.client.operator import Operator
+from loopline.client.records import LaunchedWorker, LauncherInfo
+from loopline.errors import CheckpointError, DeadlineExceeded
 from loopline.identity import BlockCounts, BudgetCounts
 from loopline.intake import Chat, RequestOptions
 from loopline.request import InitialState
@@ -186,6 +188,26 @@ def test_a_status_shows_links_and_bytes_in_flight() -> None:
         "p0 handoffs: 2 open",
         "d0: 2 pushes arrived with other bytes than were sent",
     ]
+
+
+def test_what_a_worker_waits_for_is_in_the_status_and_in_what_a_wait_ends_with() -> None:
+    kept = (
+        LaunchedWorker(name="decode-0", role="decode", leaving=False),
+        LaunchedWorker(name="decode-1", role="decode", leaving=False, waits_for="it needs 1 GPU"),
+    )
+    launcher = LauncherInfo(place="Ray at head:1", restarts=True, prefill=0, decode=2, workers=kept)
+    status = ClusterStatus(workers=(), queued=0, running=0, serving=True, epoch=1, launcher=launcher)
+    assert list(details(status))[-1] == "decode-1 waits: it needs 1 GPU"
+
+    class Waiting(Operator):
+        def status(self) -> ClusterStatus:
+            return status
+
+    with (
+        Waiting("127.0.0.1:1") as operator,
+        pytest.raises(DeadlineExceeded, match=r"2 workers; decode-1 waits: it needs 1 GPU; `loopline status` shows"),
+    ):
+        wait_for(operator, is_settled, "2 workers", 0.0)
 
 
 def test_a_successor_is_as_ready_as_it_can_be() -> None:

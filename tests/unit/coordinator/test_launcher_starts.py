@@ -185,6 +185,14 @@ def test_a_worker_that_cannot_be_started_leaves_when_it_is_told_to(tmp_path: Pat
             starter.always = "fails"
             launcher.want(WorkerCounts(1, 2))
             await until(lambda: len(starter.processes("decode-1")) > 1, "it is tried again")
+            assert [worker.waits_for for worker in launcher.report(0).workers] == ["", "", "no place"]
+
+            async def said() -> list[str]:
+                return [worker.waits_for for worker in (await status(launcher.address)).launcher.workers]
+
+            async with asyncio.timeout(WAIT_S):
+                while await said() != ["", "", "no place"]:  # noqa: ASYNC110 - it has no event to wait for
+                    await asyncio.sleep(0.01)
             launcher.want(WorkerCounts(1, 1))
             await until(lambda: starter.released == ["decode-1"], "it is not tried any more")
             assert [worker.name for worker in launcher.report(0).workers] == ["prefill-0", "decode-0"]
@@ -218,4 +226,15 @@ def test_how_a_worker_crashed_is_said_with_its_log_and_one_that_leaves_is_no_war
             assert warnings() == [said]
 
     caplog.set_level("WARNING")
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_started_after_all_waits_for_nothing_any_more(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scripted(tmp_path) as (launcher, starter):
+            starter.script = ["fails"]
+            launcher.want(WorkerCounts(1, 2))
+            await until(lambda: "decode-1" in launcher.pids, "the second try")
+            assert [worker.waits_for for worker in launcher.report(0).workers] == ["", "", ""]
+
     asyncio.run(main())

@@ -9,6 +9,7 @@ import signal
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,24 @@ def test_one_that_waits_for_room_leaves_when_it_is_told_to(ray: FakeRay, tmp_pat
             assert await asyncio.wait_for(waiting, WAIT_S) is None
             starter.release("decode-0")
             await until(lambda: ray.groups[0].state == "REMOVED", "and does not ask any more")
+
+    asyncio.run(main())
+
+
+def test_what_one_waits_for_is_said_to_whoever_ordered_it(
+    ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        ray.nodes = {"a": {"CPU": 0.5}}
+        async with opened(tmp_path) as starter:
+            monkeypatch.setattr("coordinator.ray_starter._SAY_S", 0.01)
+            left, said = asyncio.Event(), list[str]()
+            waiting = replace(order(tmp_path, "decode-0"), say=said.append)
+            starting = asyncio.ensure_future(starter.start(waiting, left))
+            await until(lambda: bool(said), "it says what it waits for")
+            assert "no living node has that even when empty: there are a: 0.5 CPU" in said[0]
+            left.set()
+            assert await asyncio.wait_for(starting, WAIT_S) is None
 
     asyncio.run(main())
 

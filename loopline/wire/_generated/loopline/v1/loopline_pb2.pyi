@@ -397,11 +397,13 @@ class Launcher(_message.Message):
     def __init__(self, place: _Optional[str] = ..., restarts: _Optional[bool] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[LaunchedWorker, _Mapping]]] = ..., unified: _Optional[int] = ...) -> None: ...
 
 class LaunchedWorker(_message.Message):
-    __slots__ = ("name", "role", "leaving")
+    __slots__ = ("name", "role", "leaving", "waits_for")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     leaving: bool
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., leaving: _Optional[bool] = ...) -> None: ...
+    waits_for: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., leaving: _Optional[bool] = ..., waits_for: _Optional[str] = ...) -> None: ...
