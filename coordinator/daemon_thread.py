@@ -21,7 +21,7 @@ class DaemonThread:
     def __init__(self, name: str) -> None:
         """It begins with the first call."""
         self._name = name
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._has_begun = False
 
     def call(self, function: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
