@@ -31,7 +31,9 @@ class DaemonThread:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
         answer: Future[T] = Future()
         self._calls.put(lambda: _answer(answer, function, arguments))
-        return asyncio.wrap_future(answer)
+        waiting = asyncio.wrap_future(answer)
+        waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody wants it any more
+        return waiting
 
     def end(self) -> None:
         """After the calls that there are. Nobody waits for that."""

@@ -1,6 +1,7 @@
 """Calls in a thread of their own, of which one may hang."""
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -29,6 +30,11 @@ def test_calls_are_made_in_turn_in_one_thread_that_keeps_no_process() -> None:
         assert used is await two and used.daemon and used.name == "calls"
         with pytest.raises(ValueError, match="no number"):
             await failing
+        complaints: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        thread.call(int, "no number, and nobody asks")
+        await thread.call(gc.collect)
+        assert not complaints
         thread.end()
         await asyncio.to_thread(used.join, WAIT_S)
         assert not used.is_alive()
