@@ -33,7 +33,8 @@ def test_calls_are_made_in_turn_in_one_thread_that_keeps_no_process() -> None:
         complaints: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
         thread.call(int, "no number, and nobody asks")
-        await thread.call(gc.collect)
+        await thread.call(threading.current_thread)
+        gc.collect()
         assert not complaints
         thread.end()
         await asyncio.to_thread(used.join, WAIT_S)
