@@ -16,6 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from loopline.certificates import check_pair
 from loopline.config_sections import (
+    CapacityConfig,
     CoordinatorConfig,
     DecodeConfig,
     KVConfig,
@@ -81,6 +82,8 @@ class ClusterConfig(Section):
     """Who starts the workers."""
     routing: RoutingConfig = RoutingConfig()
     """Which workers run a request."""
+    capacity: CapacityConfig = CapacityConfig()
+    """What `loopline check` plans for."""
     limits: LimitsConfig = LimitsConfig()
     """Bounds on messages."""
     security: SecurityConfig = SecurityConfig()

@@ -279,6 +279,16 @@ class TelemetryConfig(Section):
     extra `otel`. null: nowhere."""
 
 
+class CapacityConfig(Section):
+    """What `loopline check` plans for. Nothing else reads it."""
+
+    profile: Text | None = None
+    """Hardware of the workers: a profile that comes along, or a file relative to the YAML file. null: h200 for workers
+    on CUDA, cpu for others."""
+    link: Text | None = None
+    """The profile's link that KV takes from worker to worker. null: by devices, launcher and UCX settings."""
+
+
 class LimitsConfig(Section):
     """Bounds on messages."""
 

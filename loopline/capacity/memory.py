@@ -16,6 +16,9 @@ class ArenaPlan:
     num_blocks: int | None
     arena_bytes: int | None
     tokens: int | None
+    left_bytes: int | None
+    """What memory_fraction leaves for an arena beside weights and workspace, below 0 where they take more; None where
+    num_blocks is set, or where memory is not known."""
     is_estimate: bool
     """Whether the count is from the profile's memory and not from num_blocks."""
 
@@ -23,14 +26,14 @@ class ArenaPlan:
 def plan_arena(settings: EngineSettings, geometry: Geometry, profile: Profile) -> ArenaPlan:
     """The arena of a worker with these settings on a device of this profile."""
     if settings.num_blocks is not None:
-        return _arena(settings.num_blocks, geometry, is_estimate=False)
+        return _arena(settings.num_blocks, geometry, None)
     if profile.memory_bytes is None:
-        return ArenaPlan(num_blocks=None, arena_bytes=None, tokens=None, is_estimate=True)
+        return ArenaPlan(num_blocks=None, arena_bytes=None, tokens=None, left_bytes=None, is_estimate=True)
     budget = int(profile.memory_bytes * settings.memory_fraction)
     if settings.device != "cpu":
         budget -= geometry.stored_bytes + workspace_bytes(settings, geometry) + SLACK_BYTES
     num_blocks = blocks_that_fit(settings, geometry.layout, geometry.spec.context_tokens, budget)
-    return _arena(num_blocks, geometry, is_estimate=True)
+    return _arena(num_blocks, geometry, budget)
 
 
 def workspace_bytes(settings: EngineSettings, geometry: Geometry) -> int:
@@ -44,11 +47,12 @@ def workspace_bytes(settings: EngineSettings, geometry: Geometry) -> int:
     return tokens * width * DTYPE_BYTES[geometry.dtype] + 3 * settings.scheduler.max_running * spec.vocab_size * 4
 
 
-def _arena(num_blocks: int, geometry: Geometry, *, is_estimate: bool) -> ArenaPlan:
+def _arena(num_blocks: int, geometry: Geometry, left_bytes: int | None) -> ArenaPlan:
     layout = geometry.layout
     return ArenaPlan(
         num_blocks=num_blocks,
         arena_bytes=(num_blocks + 1) * layout.block_bytes,  # one takes padding's writes
         tokens=num_blocks * layout.block_size,
-        is_estimate=is_estimate,
+        left_bytes=left_bytes,
+        is_estimate=left_bytes is not None,
     )

@@ -4,12 +4,14 @@ The pure core of `loopline check`. Rates are of steady work without queues; the 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from loopline.capacity.geometry import Geometry
 from loopline.capacity.hardware import Profile
+from loopline.capacity.links import is_one_device
+from loopline.capacity.notes import answer_shortage, decode_notes, padding_notes, prompt_shortage, role_notes
+from loopline.capacity.splits import Rates, Split, best_split, small_ratio
 from loopline.capacity.times import decode_time
 from loopline.capacity.workers import (
     DecodePlan,
@@ -17,17 +19,12 @@ from loopline.capacity.workers import (
     TransferPlan,
     Workload,
     mean_context,
-    most_tokens,
     plan_decode,
     plan_prefill,
     plan_transfer,
-    pushed,
 )
 from loopline.config import ClusterConfig
 from loopline.model_spec import ModelSpec
-
-_MOST_OF_A_RATIO = 4
-_ONE_GPU, _BETWEEN_GPUS = "same-gpu", ("nvlink", "infiniband")  # links of the profiles that come along
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +59,12 @@ class Plan:
     """Prefill workers, with their links, that keep one decode worker busy; None: nothing fits."""
     ratio: tuple[int, int] | None
     """About the same in whole numbers, prefill first."""
+    split: Split | None
+    """Of as many workers as were asked for, the one that serves most; None: there is nothing to choose, since workers
+    are unified, or cannot change roles: one role is on a CPU, or both are on one GPU."""
     demand: Demand | None
+    shortages: tuple[str, ...]
+    """What is missing for one request of the workload to be served at all."""
     notes: tuple[str, ...]
     """What of the configuration will not work, or not as it looks."""
 
@@ -101,9 +103,11 @@ def make_plan(
     profiles: tuple[Profile, Profile],
     workload: Workload,
     link: str | None = None,
+    num_workers: int | None = None,
 ) -> Plan:
     """The plan of a cluster whose prefill and decode workers have `profiles`, in this order; `link`: one of the first,
-    None its default. Raises ConfigError for a workload or a link that cannot be."""
+    None its default; `num_workers`: that are to be split, None those of the file. Raises ConfigError for a workload, a
+    link or a number that cannot be."""
     workload.check(spec.context_tokens)
     geometry, roles = geometry_of(config, spec), roles_of(config)
     is_unified = roles == ("unified",)
@@ -113,12 +117,9 @@ def make_plan(
         return _unified(config, geometry, profiles[1], workload, prefill, decode)
     transfers = config.worker_settings("prefill", "p", "").transfer
     transfer = plan_transfer(transfers, geometry, profiles[0], workload, prefill.chunk_tokens, link)
-    num_prefill, num_decode = config.prefill.replicas, config.decode.replicas
-    rates = {
-        "prefill": num_prefill * prefill.requests_per_s,
-        "transfer": min(num_prefill, num_decode) * transfer.requests_per_s,
-        "decode": num_decode * decode.requests_per_s,
-    }
+    num_prefill, num_decode = own = config.prefill.replicas, config.decode.replicas
+    each = Rates(prefill=prefill.requests_per_s, transfer=transfer.requests_per_s, decode=decode.requests_per_s)
+    rates = each.of(num_prefill, num_decode)
     a_prefill = min(prefill.requests_per_s, transfer.requests_per_s)
     balance = decode.requests_per_s / a_prefill if a_prefill and decode.requests_per_s else None
     return Plan(
@@ -130,10 +131,17 @@ def make_plan(
         rates=rates,
         prefill_per_decode=balance,
         ratio=None if balance is None else small_ratio(balance),
+        split=best_split(each, sum(own) if num_workers is None else num_workers, own)
+        if balance is not None and _can_change_roles(config)
+        else None,
         demand=_demand(workload, rates, a_prefill, num_decode, decode, _Steps(geometry, profiles[1], workload)),
+        shortages=(
+            *prompt_shortage(config, geometry, workload, prefill),
+            *answer_shortage("decode", config, geometry, workload, decode),
+        ),
         notes=(
-            *_role_notes(config, geometry, workload, prefill, decode, transfer),
-            *_padding_notes("decode", decode, profiles[1]),
+            *role_notes(config, geometry, prefill, decode, transfer),
+            *padding_notes("decode", decode, profiles[1]),
         ),
     )
 
@@ -160,20 +168,16 @@ def _unified(
         rates=rates,
         prefill_per_decode=None,
         ratio=None,
+        split=None,
         demand=_demand(workload, rates, both, num_workers, whole, _Steps(geometry, profile, workload, busy)),
-        notes=(
-            *_decode_notes("unified", config, geometry, workload, decode),
-            *_padding_notes("unified", decode, profile),
-        ),
+        shortages=tuple(answer_shortage("unified", config, geometry, workload, decode)),
+        notes=(*decode_notes("unified", decode), *padding_notes("unified", decode, profile)),
     )
 
 
-def small_ratio(value: float) -> tuple[int, int]:
-    """The nearest ratio of whole numbers of which the smaller is at most 4. `value` is above 0."""
-    if value < 1:
-        return small_ratio(1 / value)[::-1]
-    found = Fraction(value).limit_denominator(_MOST_OF_A_RATIO)
-    return found.numerator, found.denominator
+def _can_change_roles(config: ClusterConfig) -> bool:
+    """Whether a worker's device would serve the other role as well."""
+    return (config.prefill.device == "cpu") == (config.decode.device == "cpu") and not is_one_device(config)
 
 
 @dataclass(frozen=True)
@@ -220,73 +224,3 @@ def running_rows(tokens_per_s: float, most: int, step_s: Callable[[int], float])
         if asked <= rows:
             return asked
     return None
-
-
-def _role_notes(
-    config: ClusterConfig,
-    geometry: Geometry,
-    workload: Workload,
-    prefill: PrefillPlan,
-    decode: DecodePlan,
-    transfer: TransferPlan,
-) -> Iterator[str]:
-    if config.unified.replicas:
-        yield f"{config.unified.replicas} unified workers are not counted in"
-    yield from _room_notes("prefill", geometry.layout.blocks_for(workload.prompt_tokens), prefill)
-    yield from _decode_notes("decode", config, geometry, workload, decode)
-    if prefill.chunk_tokens < config.prefill.chunk_tokens:
-        yield (
-            f"chunks are {prefill.chunk_tokens:,} tokens and not prefill.chunk_tokens: prefill.max_token_loops allows "
-            f"{config.prefill.max_token_loops:,} / {geometry.loops} loops a step"
-        )
-    chunk_bytes, _ = pushed(
-        config.worker_settings("prefill", "p", "").transfer, geometry, prefill.chunk_tokens, prefill.chunk_tokens
-    )
-    share = config.transfer.in_flight_limit_bytes * config.transfer.peer_share
-    if chunk_bytes > share:
-        yield f"a chunk's KV, {chunk_bytes:,} bytes, is more than a peer's share in flight, {int(share):,}: chunks wait"
-    if _is_one_device(config) and prefill.requests_per_s and decode.requests_per_s:
-        shared = 1 / (1 / prefill.requests_per_s + 1 / decode.requests_per_s)
-        goes = f"; KV goes by --link {_ONE_GPU} then, not {transfer.link}" if transfer.link in _BETWEEN_GPUS else ""
-        yield (
-            f"both roles are on {config.decode.device}: where that is one GPU, its prefill and decode worker together "
-            f"serve at most {shared:.3g} requests/s{goes}"
-        )
-        yield from _shared_memory_notes(config)
-
-
-def _is_one_device(config: ClusterConfig) -> bool:
-    """Whether both roles share a GPU, where the workers' machine does not hide that from them."""
-    return config.prefill.device == config.decode.device != "cpu" and config.launcher.kind == "local"
-
-
-def _decode_notes(
-    role: str, config: ClusterConfig, geometry: Geometry, workload: Workload, decode: DecodePlan
-) -> Iterator[str]:
-    """Of a role that generates."""
-    yield from _room_notes(role, geometry.layout.blocks_for(most_tokens(workload)), decode)
-    if decode.rows_limit == "max_token_loops":
-        yield f"{decode.fits - decode.rows:,} answers that fit have no row: {role}.max_token_loops allows fewer"
-
-
-def _room_notes(role: str, need: int, group: PrefillPlan | DecodePlan) -> Iterator[str]:
-    blocks = group.arena.num_blocks
-    if blocks is not None and blocks < need:
-        yield f"no such request fits: it needs {need:,} blocks, and a {role} worker has {blocks:,}"
-
-
-def _padding_notes(role: str, decode: DecodePlan, profile: Profile) -> Iterator[str]:
-    """Of a full batch that makes less than one without its last rows."""
-    if decode.whole_tiles_per_s > decode.tokens_per_s:
-        fewer = decode.rows - decode.rows % profile.row_tile
-        yield (
-            f"{decode.rows:,} rows make {decode.tokens_per_s:,.3g} tokens/s and {fewer:,} would make "
-            f"{decode.whole_tiles_per_s:,.3g}: rows are padded to a multiple of {profile.row_tile}; "
-            f"{role}.max_running: {fewer} keeps to whole ones"
-        )
-
-
-def _shared_memory_notes(config: ClusterConfig) -> Iterator[str]:
-    asked = [one.memory_fraction for one in (config.prefill, config.decode) if one.num_blocks is None]
-    if sum(asked) > 1:
-        yield f"on one GPU memory_fraction, {' and '.join(f'{one:g}' for one in asked)}, is more than all of its memory"

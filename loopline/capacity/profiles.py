@@ -9,7 +9,8 @@ figures are those of one core of a small server and stand for no machine: measur
 """
 
 import json
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from loopline.model_spec import ModelSpec
 
 _HOPPER_FLOPS = {"bf16": 760e12, "fp32": 50e12}  # fp32 as it is spoken of: no tensor cores; bf16 measured
 _INFINIBAND = Link(peak_bytes_per_s=50e9, bytes_per_s=45e9, push_s=0.6e-3)  # NDR: 400 Gbit/s
+_KINDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
+_BOUNDS = (("gt", "above"), ("ge", "at least"), ("le", "at most"))
+_OF_FILES = ["base"]
 _TCP = Link(peak_bytes_per_s=12.5e9, bytes_per_s=0.4e9, push_s=1e-3)  # of GPUs' memory: seen on one host
 
 
@@ -101,6 +105,10 @@ PROFILES: Mapping[str, Profile] = {
 }
 
 
+MEASURED_LINK = "measured"
+"""The link that a report of `loopline bench transfer` brings, as the default one."""
+
+
 def default_profile(device: str) -> Profile:
     """What is taken where no profile is named, by a worker group's `device`."""
     return PROFILES["cpu" if device == "cpu" else "h200"]
@@ -129,8 +137,8 @@ def read_profile(text: str, base: Profile, spec_of: Callable[[str], ModelSpec]) 
         if "rates" in content:
             return fit_engine(content, spec_of(str(content["model"]["name"])), base)
         if "link" in content and "arms" in content:
-            links = {**base.links, "measured": fit_link(content)}
-            return base.model_copy(update={"links": links, "default_link": "measured"})
+            links = {**base.links, MEASURED_LINK: fit_link(content)}
+            return base.model_copy(update={"links": links, "default_link": MEASURED_LINK})
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{path}: a report without {error}") from error
     except ConfigError as error:
@@ -150,6 +158,28 @@ def _laid_over(path: Path, content: dict[str, Any], base: Profile) -> Profile:
     try:
         return Profile.model_validate(values)
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        key = ".".join(str(part) for part in fault["loc"])
-        raise ConfigError(f"{path}: {key} is {fault['input']!r}; {fault['msg']}") from None
+        raise ConfigError(f"{path}: {_fault_text(error.errors(include_url=False)[0])}") from None
+
+
+def _fault_text(fault: Any) -> str:
+    """A validation error of pydantic's at a key of `Profile`, as one sentence that says what is allowed."""
+    loc = [str(part) for part in fault["loc"] if part != "[key]"]
+    key, schema = ".".join(loc), Link if loc[0] == "links" and len(loc) > 2 else Profile
+    if fault["type"] == "extra_forbidden":
+        return f"{key}: no such key; allowed: {', '.join([*schema.model_fields, *_OF_FILES * (schema is Profile)])}"
+    if fault["type"] == "missing":
+        return f"{key} is missing; a link that is new needs all of {', '.join(Link.model_fields)}"
+    return f"{key} is {fault['input']!r}; allowed: {_allowed(schema, loc)}"
+
+
+def _allowed(schema: type[Link] | type[Profile], loc: Sequence[str]) -> str:
+    """What a key may hold, in words."""
+    if loc[0] == "links" and len(loc) < 3:
+        return f"a mapping of names to mappings with the keys {', '.join(Link.model_fields)}"
+    if loc[0] == "flops_per_s":
+        return "a mapping of dtypes (fp32, bf16) to operations a second, numbers above 0"
+    field = schema.model_fields[loc[-1]]
+    kinds = typing.get_args(field.annotation) or (field.annotation,)
+    words = [_KINDS[kind] for kind in kinds]
+    bounds = [f"{word} {getattr(one, name)}" for one in field.metadata for name, word in _BOUNDS if hasattr(one, name)]
+    return ", ".join([" or ".join(words), *bounds])

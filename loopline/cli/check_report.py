@@ -7,18 +7,37 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from loopline.capacity.notes import figure, size
+
 
 def show(report: dict[str, Any]) -> None:
-    """Print the plan: the model, what fits, how long steps take, how KV moves, what limits all of it."""
-    console = Console(highlight=False)
+    """Print the plan: what was assumed, the model, what fits, how long steps take, how KV moves, what limits all of it.
+    Where not one request fits, that comes first, and only what fits after it."""
+    console = Console(highlight=False, markup=False)
+    _show_shortages(console, report)
+    for assumed in report["assumed"]:
+        console.print(assumed)
     _show_model(console, report)
     console.print(_holding(report))
-    console.print(_times(report))
-    if report["transfer"] is not None:
-        console.print(_links(report))
-    _show_balance(console, report)
+    if not report["shortages"]:
+        console.print(_times(report))
+        if report["transfer"] is not None:
+            console.print(_links(report))
+        _show_balance(console, report)
     for note in report["notes"]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}")
+
+
+def _show_shortages(console: Console, report: dict[str, Any]) -> None:
+    if not report["shortages"]:
+        return
+    workload = report["workload"]
+    console.print(
+        f"error: this configuration cannot serve one request of {workload['prompt_tokens']:,} prompt and "
+        f"{workload['new_tokens']:,} new tokens (plan others with --prompt-tokens and --new-tokens):"
+    )
+    for shortage in report["shortages"]:
+        console.print(f"    {shortage}")
 
 
 def _show_model(console: Console, report: dict[str, Any]) -> None:
@@ -29,7 +48,7 @@ def _show_model(console: Console, report: dict[str, Any]) -> None:
     if not report["checkpoint_found"]:
         console.print("    no such folder: the plan is for the public model of that name")
     console.print(
-        f"context {report['context_tokens']:,} tokens; weights {_size(report['weights_bytes'])}; tokenizer: "
+        f"context {report['context_tokens']:,} tokens; weights {size(report['weights_bytes'])}; tokenizer: "
         f"{'yes' if report['has_tokenizer'] else 'no'}"
     )
     console.print(
@@ -43,7 +62,8 @@ def _show_model(console: Console, report: dict[str, Any]) -> None:
         )
     for role, profile in report["profiles"].items():
         if role == "prefill" or profile != report["profiles"]["prefill"]:
-            console.print(f"{'all' if _is_shared(report) else role} on {profile['name']}: {profile['source']}")
+            of_role = "" if _is_shared(report) else f" of {role} workers"
+            console.print(f"hardware{of_role}: {profile['name']} ({profile['source']})")
     workload = report["workload"]
     rate = "" if workload["rate"] is None else f", {workload['rate']:g} a second"
     console.print(f"requests of {workload['prompt_tokens']:,} prompt and {workload['new_tokens']:,} new tokens{rate}")
@@ -60,7 +80,7 @@ def _holding(report: dict[str, Any]) -> Table:
         sizes = [group["num_blocks"], group["arena_bytes"], group["tokens"]]
         shown = ["by free memory"] * 3
         if None not in sizes:
-            shown = [f"{about}{sizes[0]:,}", f"{about}{_size(sizes[1])}", f"{about}{sizes[2]:,}"]
+            shown = [f"{about}{sizes[0]:,}", f"{about}{size(sizes[1])}", f"{about}{sizes[2]:,}"]
         table.add_row(role, str(group["replicas"]), group["device"], *shown, f"{group['fits']:,}")
     return table
 
@@ -71,11 +91,11 @@ def _times(report: dict[str, Any]) -> Table:
     prompt = f"{report['workload']['prompt_tokens']:,} tokens, chunks of {prefill['chunk_tokens']:,}"
     table.add_row(f"prefill: a prompt of {prompt}", *_time(prefill["one_prompt"]))
     table.add_row(
-        f"    {prefill['prompts']:,} side by side", "", "", "", "", f"{prefill['requests_per_s']:.3g} prompts"
+        f"    {prefill['prompts']:,} side by side", "", "", "", "", f"{figure(prefill['requests_per_s'])} prompts"
     )
     table.add_row("decode: a step of 1 row", *_time(decode["one_row"]))
     rows = f"{decode['rows']:,} rows ({decode['rows_limit']})"
-    table.add_row(f"    {rows}", *_time(decode["full"]), f"{decode['tokens_per_s']:,.0f} tokens")
+    table.add_row(f"    {rows}", *_time(decode["full"]), f"{_tokens(decode['tokens_per_s'])} tokens")
     return table
 
 
@@ -85,7 +105,7 @@ def _links(report: dict[str, Any]) -> Table:
     for name, seconds in transfer["thousand_tokens_s"].items():
         own = name == transfer["link"]
         words = (
-            f"a prompt: {_size(transfer['request_bytes'])} in {transfer['pushes']} pushes, "
+            f"a prompt: {size(transfer['request_bytes'])} in {transfer['pushes']} pushes, "
             f"{_ms(transfer['expected_s'])} ms (floor {_ms(transfer['floor_s'])}); "
             f"{_ms(transfer['last_chunk_s'])} ms after its last chunk"
         )
@@ -94,15 +114,17 @@ def _links(report: dict[str, Any]) -> Table:
 
 
 def _show_balance(console: Console, report: dict[str, Any]) -> None:
-    rates = ", ".join(f"{part} {rate:.3g}" for part, rate in report["rates"].items())
+    rates = ", ".join(f"{part} {figure(rate)}" for part, rate in report["rates"].items())
     console.print(f"requests/s of all workers: {rates}")
-    console.print(f"bottleneck: {report['bottleneck']}, {report['requests_per_s']:.3g} requests/s")
+    console.print(f"bottleneck: {report['bottleneck']}, {figure(report['requests_per_s'])} requests/s")
     if report["ratio"] is not None:
         prefill, decode = report["ratio"]
         console.print(
-            f"balanced at {prefill} prefill to {decode} decode workers "
+            f"balanced at about {prefill} prefill to {decode} decode workers "
             f"({report['prefill_per_decode']:.3g} prefill workers keep one decode worker busy)"
         )
+    if report["split"] is not None:
+        console.print(_split(report))
     demand = report["demand"]
     if demand is None:
         return
@@ -123,6 +145,21 @@ def _show_balance(console: Console, report: dict[str, Any]) -> None:
         )
 
 
+def _split(report: dict[str, Any]) -> str:
+    split, workers = report["split"], report["workers"]
+    own = (workers["prefill"]["replicas"], workers["decode"]["replicas"])
+    best, count = (split["prefill"], split["decode"]), split["prefill"] + split["decode"]
+    words = f"{best[0]:,} prefill and {best[1]:,} decode, {figure(split['requests_per_s'])} requests/s"
+    if best == own:
+        return f"best split of {count:,} workers: {words}, as in the file"
+    if count != sum(own):
+        return f"best split of {count:,} workers: {words}"
+    return (
+        f"best split of {count:,} workers: {words}; the file has {own[0]:,} and {own[1]:,}, "
+        f"{figure(report['requests_per_s'])} requests/s"
+    )
+
+
 def _table(*columns: str) -> Table:
     table = Table(box=SIMPLE, padding=(0, 1))
     for number, column in enumerate(columns):
@@ -135,12 +172,10 @@ def _time(time: dict[str, Any]) -> Sequence[str]:
     return [_ms(time["floor_s"]), time["bound"], _ms(time["expected_s"]), f"{part:.0%}"]
 
 
+def _tokens(rate: float) -> str:
+    """Tokens a second: whole, or of few two digits."""
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+
+
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:,.3g}" if seconds < 0.1 else f"{seconds * 1e3:,.0f}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.3g} {unit}" if num_bytes / size < 100 else f"{num_bytes / size:,.0f} {unit}"
-    return f"{num_bytes:,.0f} B"

@@ -81,12 +81,13 @@ def test_on_gh200_each_ucx_setting_has_its_reason_above(path: Path) -> None:
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_each_has_a_plan_without_a_fault(path: Path) -> None:
     """`loopline check` on the hardware that each is for: requests fit, in numbers that its comments speak of."""
-    names = ["gh200-96", "gh200-144"] if path in ON_GH200 else [None]
+    names = [None, "gh200-144"] if path in ON_GH200 else [None]
     for name in names:
         arguments = ["check", str(path), "--json", "--rate", "0.5", *([] if name is None else ["--profile", name])]
         result = RUNNER.invoke(app, arguments)
         assert result.exit_code == 0, result.output
         plan = json.loads(result.output)
+        assert plan["shortages"] == [] and (not plan["assumed"]) == (path not in ON_GPU)
         assert plan["requests_per_s"] > 0 and plan["bottleneck"] in ("prefill", "transfer", "decode", "unified")
         settings = [note for note in plan["notes"] if note.startswith("kv.prefix_cache is auto, and nothing is cached")]
         shared = [note for note in plan["notes"] if note.startswith("both roles are on cuda")]
@@ -94,6 +95,8 @@ def test_each_has_a_plan_without_a_fault(path: Path) -> None:
         assert bool(shared) == (path in ON_GPU) and (not settings or "huginn" in path.stem)
         if path in ON_GH200:
             config, workers = load_config(path), plan["workers"]
+            assert plan["profiles"]["decode"]["name"] == (name or "gh200-96")
+            assert plan["transfer"]["link"] == ("nvlink" if "2p2d" in path.stem else "infiniband")
             assert workers["prefill"]["fits"] == config.prefill.max_running
             assert plan["steps"]["decode"]["rows"] == config.decode.max_running
 

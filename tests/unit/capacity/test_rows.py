@@ -119,5 +119,7 @@ def test_prompts_of_a_unified_worker_hold_blocks_for_their_answers_and_keep_to_t
 
 def test_a_request_that_fits_no_unified_worker_is_said_to() -> None:
     plan = _unified(PROFILES["h200"], replace(LOAD, rate=1.0), num_blocks=79)
-    assert plan.notes == ("no such request fits: it needs 80 blocks, and a unified worker has 79",)
+    assert plan.notes == () and plan.shortages == (
+        "a unified worker has 79 blocks and such a request needs 80: unified.num_blocks is too small",
+    )
     assert plan.requests_per_s == 0 and plan.demand is not None and plan.demand.rows is None
