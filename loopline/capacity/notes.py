@@ -68,7 +68,6 @@ def role_notes(
     """Of prefill and decode workers and what is between them."""
     if config.unified.replicas:
         yield f"{config.unified.replicas} unified workers are not counted in"
-    yield from decode_notes("decode", decode)
     if prefill.chunk_tokens < config.prefill.chunk_tokens:
         yield (
             f"chunks are {prefill.chunk_tokens:,} tokens and not prefill.chunk_tokens: prefill.max_token_loops allows "
@@ -91,12 +90,6 @@ def role_notes(
             f"serve at most {figure(shared)} requests/s{goes}"
         )
         yield from _shared_memory_notes(config)
-
-
-def decode_notes(role: str, decode: DecodePlan) -> Iterator[str]:
-    """Of a role that generates."""
-    if decode.rows_limit == "max_token_loops":
-        yield f"{decode.fits - decode.rows:,} answers that fit have no row: {role}.max_token_loops allows fewer"
 
 
 def padding_notes(role: str, decode: DecodePlan, profile: Profile) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from loopline.capacity.geometry import Geometry
 from loopline.capacity.hardware import Profile
 from loopline.capacity.links import is_one_device
-from loopline.capacity.notes import answer_shortage, decode_notes, padding_notes, prompt_shortage, role_notes
+from loopline.capacity.notes import answer_shortage, padding_notes, prompt_shortage, role_notes
 from loopline.capacity.splits import Rates, Split, best_split, small_ratio
 from loopline.capacity.times import decode_time
 from loopline.capacity.workers import (
@@ -171,7 +171,7 @@ def _unified(
         split=None,
         demand=_demand(workload, rates, both, num_workers, whole, _Steps(geometry, profile, workload, busy)),
         shortages=tuple(answer_shortage("unified", config, geometry, workload, decode)),
-        notes=(*decode_notes("unified", decode), *padding_notes("unified", decode, profile)),
+        notes=tuple(padding_notes("unified", decode, profile)),
     )
 
 

@@ -7,6 +7,7 @@ from loopline.capacity.geometry import Geometry
 from loopline.capacity.hardware import Profile
 from loopline.capacity.memory import ArenaPlan, plan_arena
 from loopline.capacity.times import Time, decode_time, prefill_time
+from loopline.config_notes import LEAST_PACKED_SHARE_TOKENS, LEAST_SHARE_TOKENS
 from loopline.errors import ConfigError
 from loopline.settings import EngineSettings, TransferSettings
 
@@ -55,8 +56,9 @@ class DecodePlan:
     fits: int
     """Answers that its blocks and max_running let in at once."""
     rows: int
+    """All of them: rows that decode run in any case, whatever `max_token_loops` is."""
     rows_limit: str
-    """What holds `rows` down: "memory", "max_running" or "max_token_loops"."""
+    """What holds `rows` down: "memory" or "max_running"."""
     one_row: Time
     full: Time
     tokens_per_s: float
@@ -95,10 +97,8 @@ def plan_prefill(
     fits = _answers(settings, geometry, arena, workload)
     if not answers:
         fits = _fitting(arena, geometry.layout.blocks_for(tokens), limits.max_running)
-    step_tokens = max(1, limits.max_token_loops // geometry.loops)
-    if answers and limits.prefill_tokens_per_loop is not None:
-        step_tokens = min(step_tokens, limits.prefill_tokens_per_loop)
-    chunk = min(limits.chunk_tokens, step_tokens)
+    step_tokens = _step_tokens(settings, geometry, fits if answers else 0)
+    chunk = _chunk_tokens(min(limits.chunk_tokens, step_tokens), tokens, settings.block_size)
     prompts = max(1, min(fits, step_tokens // min(chunk, tokens)))
     together = prefill_time(profile, geometry, prompts, tokens, chunk)
     return PrefillPlan(
@@ -116,20 +116,14 @@ def plan_decode(settings: EngineSettings, geometry: Geometry, profile: Profile, 
     limits = settings.scheduler
     arena = plan_arena(settings, geometry, profile)
     fits = _answers(settings, geometry, arena, workload)
-    step_rows = max(1, limits.max_token_loops // geometry.loops)
-    rows = min(fits, step_rows)
-    if rows < fits:
-        limit = "max_token_loops"
-    else:
-        limit = "memory" if fits < limits.max_running else "max_running"
-    full = decode_time(profile, geometry, max(1, rows), mean_context(workload))
-    tokens_per_s, whole = rows / full.expected_s, rows - rows % profile.row_tile
+    full = decode_time(profile, geometry, max(1, fits), mean_context(workload))
+    tokens_per_s, whole = fits / full.expected_s, fits - fits % profile.row_tile
     whole_s = decode_time(profile, geometry, max(1, whole), mean_context(workload)).expected_s
     return DecodePlan(
         arena=arena,
         fits=fits,
-        rows=rows,
-        rows_limit=limit,
+        rows=fits,
+        rows_limit="memory" if fits < limits.max_running else "max_running",
         one_row=decode_time(profile, geometry, 1, mean_context(workload)),
         full=full,
         tokens_per_s=tokens_per_s,
@@ -185,6 +179,24 @@ def mean_context(workload: Workload) -> int:
 def most_tokens(workload: Workload) -> int:
     """Tokens of a request that ever need KV: the last one's is never read."""
     return workload.prompt_tokens + workload.new_tokens - 1
+
+
+def _step_tokens(settings: EngineSettings, geometry: Geometry, rows: int) -> int:
+    """Prompt tokens of one step, as `loopline.sched` grants them: what the step's token-loops leave beside so many rows
+    that decode, there at most the share; and at least a pass of the fewest rows."""
+    limits, loops = settings.scheduler, geometry.loops
+    alone = limits.max_token_loops // loops
+    if not rows:
+        return alone or settings.block_size
+    is_packed = settings.device.startswith("cuda") and settings.cuda_graphs and settings.prefill != "per_row"
+    least = LEAST_PACKED_SHARE_TOKENS if is_packed else LEAST_SHARE_TOKENS
+    beside = max(alone - rows, min(least, max(alone, settings.block_size)))
+    return beside if limits.prefill_tokens_per_loop is None else min(beside, limits.prefill_tokens_per_loop)
+
+
+def _chunk_tokens(most: int, prompt_tokens: int, block_size: int) -> int:
+    """Tokens of a chunk: one that does not end its prompt ends on a block's border, where it reaches one."""
+    return most if most >= prompt_tokens or most < block_size else most - most % block_size
 
 
 def _answers(settings: EngineSettings, geometry: Geometry, arena: ArenaPlan, workload: Workload) -> int:

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from loopline.bench.shapes import SHAPES, config_json
+from loopline.capacity.geometry import Geometry
 from loopline.capacity.memory import plan_arena
 from loopline.capacity.plan import geometry_of
 from loopline.capacity.profiles import PROFILES
-from loopline.capacity.workers import Workload, plan_decode
+from loopline.capacity.workers import Workload, plan_decode, plan_prefill
 from loopline.config import ClusterConfig
 from loopline.engine.capacity import blocks_for_arena, free_bytes
 from loopline.engine.local import LocalEngine
@@ -26,6 +27,7 @@ from loopline.model_spec import load_model_spec
 from loopline.request import Request, SamplingParams
 from loopline.sched.policy import UnifiedPolicy
 from loopline.sched.scheduler import Scheduler
+from tests.support.scheduling import ScriptedEngine
 
 MODELS = Path(__file__).parents[3] / "configs/models"
 MOST_ARENA = 64 * 2**20
@@ -111,6 +113,36 @@ def test_as_many_requests_fit_as_a_scheduler_lets_in(
         scheduler.submit(Request(request_id=str(number), prompt_ids=prompt_ids, params=params))
     step = scheduler.plan()
     assert len({run.request_id for run in step.runs} if step is not None else ()) == plan.fits
+
+
+@given(
+    loops=st.sampled_from([2, 4]),
+    most=st.integers(1, 200),
+    running=st.integers(1, 6),
+    blocks=st.integers(40, 200),
+    prompt=st.integers(1, 60),
+)
+def test_as_many_rows_decode_as_in_a_scheduler_and_chunks_are_its_own(
+    loops: int, most: int, running: int, blocks: int, prompt: int
+) -> None:
+    """Whatever few token-loops a step has: rows that decode run in any case, and prompts progress beside them."""
+    config = _config(num_blocks=blocks, max_running=running, max_token_loops=most, chunk_tokens=32)
+    settings, workload = config.engine_settings("decode"), Workload(prompt_tokens=prompt, new_tokens=400)
+    geometry = Geometry.of(SHAPES["tiny"], loops, "bf16")
+    plan = plan_decode(settings, geometry, PROFILES["h200"], workload)
+    scheduler = Scheduler(Ledger(blocks, settings.block_size), settings.scheduler, UnifiedPolicy())
+    for number in range(running):
+        params = SamplingParams(max_tokens=400, loops=loops, seed=number)
+        prompt_ids = tuple(range(number * 500, number * 500 + prompt))
+        scheduler.submit(Request(request_id=str(number), prompt_ids=prompt_ids, params=params))
+    engine = ScriptedEngine(scheduler, 0)
+    for _ in range(200):
+        engine.step()
+    rows = [sum(len(one.decode) for one in step.segments if one.decode is not None) for step in engine.plans]
+    assert max(rows, default=0) == plan.rows
+    alone = plan_prefill(settings, geometry, PROFILES["h200"], workload)
+    if engine.plans:
+        assert engine.plans[0].segments[0].runs[0].num_tokens == min(prompt, alone.chunk_tokens)
 
 
 def test_the_planned_h200_holds_what_one_held() -> None:

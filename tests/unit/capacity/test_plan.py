@@ -79,7 +79,7 @@ def test_an_arena_takes_what_weights_and_workspace_leave() -> None:
     [
         ({"num_blocks": 800, "max_running": 64}, 10, "memory"),
         ({"num_blocks": 8000, "max_running": 64}, 64, "max_running"),
-        ({"num_blocks": 8000, "max_running": 64, "max_token_loops": 40}, 10, "max_token_loops"),
+        ({"num_blocks": 8000, "max_running": 64, "max_token_loops": 40}, 64, "max_running"),
         ({"num_blocks": 800, "max_running": 64, "growth_share": 0.0}, 12, "memory"),
         ({"num_blocks": 79, "max_running": 64}, 0, "memory"),
     ],
