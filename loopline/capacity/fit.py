@@ -5,17 +5,16 @@ own size. What no point says anything of keeps the base profile's value.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from loopline.capacity.geometry import Geometry
 from loopline.capacity.hardware import Link, Profile
+from loopline.capacity.reports import EngineReport, TransferReport
 from loopline.capacity.times import decode_load, prefill_load
 from loopline.errors import ConfigError
 from loopline.model_spec import ModelSpec
 
-_DECODE_ARM, _PREFILL_ARM = "engine", "packed"  # of a report: the engine's own way
 _KEPT = 3e-3
 """How hard the base's efficiencies hold: enough to settle what the points leave open, too little to move the rest."""
 _SPAN = 3.0
@@ -36,31 +35,30 @@ class Point:
     measured_s: float
 
 
-def report_points(report: Mapping[str, Any], spec: ModelSpec, profile: Profile) -> list[Point]:
+def report_points(report: EngineReport, spec: ModelSpec, profile: Profile) -> list[Point]:
     """The points of a report of `loopline bench engine` that have figures, at the rates that the report measured.
 
     `spec`: of the model that the report is of. `profile`: whose padding of rows counts.
     """
-    dtype, rates = str(report["model"]["dtype"]), report["rates"]
-    geometry = Geometry.of(spec, int(report["model"]["loops"]), dtype)
+    geometry, rates = Geometry.of(spec, report.model.loops, report.model.dtype), report.rates
     points = []
-    for one in report["decode"]:
-        load = decode_load(profile, geometry, one["rows"], one["context"])
-        points.append((f"decode {one['rows']}x{one['context']}", load, one, _DECODE_ARM))
-    for one in report["prefill"]:
-        load = prefill_load(profile, geometry, one["prompts"], one["tokens"])
-        points.append((f"prefill {one['prompts']}x{one['tokens']}", load, one, _PREFILL_ARM))
+    for step in report.decode:
+        load = decode_load(profile, geometry, step.rows, step.context)
+        points.append((f"decode {step.rows}x{step.context}", load, step.arms.engine.median_ms))
+    for one in report.prefill:
+        load = prefill_load(profile, geometry, one.prompts, one.tokens)
+        points.append((f"prefill {one.prompts}x{one.tokens}", load, one.arms.packed.median_ms))
     return [
         Point(
             name=name,
-            weights_s=load.weight_bytes / rates["copy_bytes_per_s"],
-            kv_s=load.kv_bytes / rates["copy_bytes_per_s"],
-            flops_s=load.flops / rates["matmul_flops_per_s"],
+            weights_s=load.weight_bytes / rates.copy_bytes_per_s,
+            kv_s=load.kv_bytes / rates.copy_bytes_per_s,
+            flops_s=load.flops / rates.matmul_flops_per_s,
             layer_passes=load.layer_passes,
-            measured_s=one["arms"][arm]["median_ms"] / 1e3,
+            measured_s=median_ms / 1e3,
         )
-        for name, load, one, arm in points
-        if "median_ms" in one.get("arms", {}).get(arm, {})
+        for name, load, median_ms in points
+        if median_ms is not None
     ]
 
 
@@ -113,34 +111,37 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
-def fit_engine(report: Mapping[str, Any], spec: ModelSpec, base: Profile) -> Profile:
+def fit_engine(report: EngineReport, spec: ModelSpec, base: Profile) -> Profile:
     """`base` with the rates of a report of `loopline bench engine` and efficiencies fitted to its points; memory and
-    links stay the base's."""
+    links stay the base's. Raises ConfigError for a report without points, and pydantic's ValidationError for one whose
+    points fit no profile."""
     fitted = fit_efficiencies(report_points(report, spec, base), base)
-    machine, dtype = report["machine"], str(report["model"]["dtype"])
-    return base.model_copy(
-        update={
-            "name": f"measured on {machine['device']}",
-            "source": f"{machine['command']}, {machine['date']}; memory and links: {base.name}",
-            "bytes_per_s": float(report["rates"]["copy_bytes_per_s"]),
-            "flops_per_s": {**base.flops_per_s, dtype: float(report["rates"]["matmul_flops_per_s"])},
+    machine, rates = report.machine, report.rates
+    return Profile.model_validate(
+        base.model_dump()
+        | {
+            "name": f"measured on {machine.device}",
+            "source": f"{machine.command}, {machine.date}; memory and links: {base.name}",
+            "device": machine.device,
+            "model": report.model.name,
+            "bytes_per_s": rates.copy_bytes_per_s,
+            "flops_per_s": {**base.flops_per_s, report.model.dtype: rates.matmul_flops_per_s},
             **fitted,
         }
     )
 
 
-def fit_link(report: Mapping[str, Any]) -> Link:
+def fit_link(report: TransferReport) -> Link:
     """The link of a report of `loopline bench transfer`: rate and time of a push solved from its flat range and, with
-    --overlap, one chunk alone; without it all of the flat range is rate. Raises ConfigError without a flat arm."""
-    flat = report.get("arms", {}).get("flat", {})
-    if "total_ms" not in flat:
+    --overlap, one chunk alone; without it all of the flat range is rate. Raises ConfigError without a flat arm, and
+    pydantic's ValidationError where the two say nothing of the rate."""
+    flat, overlap = report.arms.flat, report.overlap
+    if flat.bytes is None or flat.total_ms is None:
         raise ConfigError("a report of `loopline bench transfer` without its arm flat says nothing of the link")
-    num_bytes, total_s = float(flat["bytes"]), flat["total_ms"] / 1e3
-    overlap = report.get("overlap") or {}
-    chunk_s, push_s = overlap.get("one_chunk", {}).get("ms"), 0.0
-    if chunk_s is not None and overlap["chunk_bytes"] < num_bytes:
-        a_byte_s = (total_s - chunk_s / 1e3) / (num_bytes - overlap["chunk_bytes"])
-        if a_byte_s > 0:
-            push_s = max(0.0, total_s - num_bytes * a_byte_s)
-    rate = num_bytes / (total_s - push_s)
+    total_s, push_s = flat.total_ms / 1e3, 0.0
+    rate = flat.bytes / total_s
+    if overlap is not None and overlap.one_chunk.ms is not None and overlap.chunk_bytes < flat.bytes:
+        a_byte_s = (total_s - overlap.one_chunk.ms / 1e3) / (flat.bytes - overlap.chunk_bytes)
+        if 0 < a_byte_s < total_s / flat.bytes:
+            push_s, rate = total_s - flat.bytes * a_byte_s, 1 / a_byte_s
     return Link(peak_bytes_per_s=rate, bytes_per_s=rate, push_s=push_s)

@@ -5,26 +5,32 @@ makes one of measurements.
 """
 
 from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from loopline.errors import ConfigError
 
+Rate = Annotated[float, Field(ge=1, le=1e20)]
+"""Bytes or operations a second."""
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
+Part = Annotated[float, Field(ge=1e-9, le=1)]
+
 
 class _Record(BaseModel):
-    """Frozen, no unknown keys."""
+    """Frozen, no unknown keys, nothing that is not finite. Not strict: YAML takes 25e9 for text."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Link(_Record):
     """What carries KV from one worker to another."""
 
-    peak_bytes_per_s: float = Field(gt=0)
+    peak_bytes_per_s: Rate
     """What the maker says of one direction."""
-    bytes_per_s: float = Field(gt=0)
+    bytes_per_s: Rate
     """What large pushes reach."""
-    push_s: float = Field(ge=0)
+    push_s: Seconds
     """What each push takes beside its bytes: posting, the notice, polls until it is seen."""
 
     def floor_s(self, num_bytes: float) -> float:
@@ -42,21 +48,25 @@ class Profile(_Record):
     name: str
     source: str
     """Where the figures are from."""
-    memory_bytes: int | None = Field(default=None, gt=0)
+    device: str = ""
+    """What steps were measured on, in a report's words; empty: not in one."""
+    model: str = ""
+    """The model that they were measured with."""
+    memory_bytes: int | None = Field(default=None, ge=1, le=2**60)
     """Memory free on the device before a worker starts; null: not known, and so no arena without num_blocks."""
-    bytes_per_s: float = Field(gt=0)
+    bytes_per_s: Rate
     """Memory: bytes read and written in a large copy."""
-    flops_per_s: Mapping[str, float]
+    flops_per_s: Mapping[str, Rate]
     """Large matrix products, by dtype (fp32, bf16)."""
-    weights_efficiency: float = Field(gt=0, le=1)
+    weights_efficiency: Part
     """Part of `bytes_per_s` at which steps read weights; as the other two at most 1, or steps would be below floors."""
-    kv_efficiency: float = Field(gt=0, le=1)
+    kv_efficiency: Part
     """Part of `bytes_per_s` at which attention goes through keys and values."""
-    flops_efficiency: float = Field(gt=0, le=1)
+    flops_efficiency: Part
     """Part of `flops_per_s` that steps reach."""
-    layer_pass_s: float = Field(ge=0)
+    layer_pass_s: Seconds
     """What each layer of a pass takes beside its bytes and operations: starting kernels, or Python."""
-    row_tile: int = Field(default=1, ge=1)
+    row_tile: int = Field(default=1, ge=1, le=4096)
     """Rows of a step are padded to a multiple of it."""
     links: Mapping[str, Link] = Field(default_factory=dict)
     default_link: str = ""

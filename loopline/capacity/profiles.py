@@ -9,8 +9,7 @@ figures are those of one core of a small server and stand for no machine: measur
 """
 
 import json
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ from pydantic import ValidationError
 
 from loopline.capacity.fit import fit_engine, fit_link
 from loopline.capacity.hardware import Link, Profile
+from loopline.capacity.reports import EngineReport, TransferReport
+from loopline.capacity.words import fault_text, shown
 from loopline.errors import ConfigError
 from loopline.model_spec import ModelSpec
 
 _HOPPER_FLOPS = {"bf16": 760e12, "fp32": 50e12}  # fp32 as it is spoken of: no tensor cores; bf16 measured
 _INFINIBAND = Link(peak_bytes_per_s=50e9, bytes_per_s=45e9, push_s=0.6e-3)  # NDR: 400 Gbit/s
-_KINDS = {int: "a whole number", float: "a number", str: "text", type(None): "null"}
-_BOUNDS = (("gt", "above"), ("ge", "at least"), ("le", "at most"))
-_OF_FILES = ["base"]
 _TCP = Link(peak_bytes_per_s=12.5e9, bytes_per_s=0.4e9, push_s=1e-3)  # of GPUs' memory: seen on one host
 
 
@@ -129,57 +127,60 @@ def read_profile(text: str, base: Profile, spec_of: Callable[[str], ModelSpec]) 
         content = json.loads(raw) if path.suffix == ".json" else yaml.safe_load(raw)
     except FileNotFoundError:
         raise ConfigError(f"profile is {text!r}; allowed: {', '.join(PROFILES)}, or a file") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: cannot be read as a profile: {error}") from error
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError, yaml.YAMLError) as error:
+        words = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise ConfigError(f"{path}: cannot be read as a profile: {words}") from error  # constructors raise all of them
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: holds no mapping; allowed: keys of a profile, or a report of loopline bench")
     try:
         if "rates" in content:
-            return fit_engine(content, spec_of(str(content["model"]["name"])), base)
+            return _of_engine(content, base, spec_of)
         if "link" in content and "arms" in content:
-            links = {**base.links, MEASURED_LINK: fit_link(content)}
-            return base.model_copy(update={"links": links, "default_link": MEASURED_LINK})
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: a report without {error}") from error
+            return _of_transfer(content, base)
+        return _laid_over(path, content, base)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    return _laid_over(path, content, base)
+
+
+def _of_engine(content: dict[str, Any], base: Profile, spec_of: Callable[[str], ModelSpec]) -> Profile:
+    try:
+        report = EngineReport.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(fault_text(EngineReport, error)) from None
+    try:
+        return fit_engine(report, spec_of(report.model.name), base)
+    except (ValidationError, ArithmeticError):
+        raise ConfigError("no profile fits its figures: are they all of one device and model?") from None
+
+
+def _of_transfer(content: dict[str, Any], base: Profile) -> Profile:
+    try:
+        report = TransferReport.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(fault_text(TransferReport, error)) from None
+    try:
+        links = {**base.links, MEASURED_LINK: fit_link(report)}
+    except ValidationError:
+        raise ConfigError("no link fits its figures: arms.flat and overlap.one_chunk give no rate") from None
+    return base.model_copy(update={"links": links, "default_link": MEASURED_LINK})
 
 
 def _laid_over(path: Path, content: dict[str, Any], base: Profile) -> Profile:
-    named = content.pop("base", None)
-    if named is not None and named not in PROFILES:
-        raise ConfigError(f"{path}: base is {named!r}; allowed: {', '.join(PROFILES)}")
-    below = base if named is None else PROFILES[named]
-    values = below.model_dump() | {"name": path.stem, "source": str(path)} | content
+    own = {key: value for key, value in content.items() if key != "base"}
+    below = base
+    if content.get("base") is not None:
+        named = content["base"]
+        if not isinstance(named, str) or named not in PROFILES:
+            raise ConfigError(f"base is {shown(named)}; allowed: {', '.join(PROFILES)}")
+        below = PROFILES[named]
+    under = below.model_dump()
+    values = under | {"name": path.stem, "source": str(path)} | own
     for key in ("links", "flops_per_s"):
-        if isinstance(content.get(key), dict):
-            values[key] = below.model_dump()[key] | content[key]
+        if isinstance(own.get(key), dict):
+            values[key] = under[key] | own[key]
     try:
-        return Profile.model_validate(values)
+        profile = Profile.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_fault_text(error.errors(include_url=False)[0])}") from None
-
-
-def _fault_text(fault: Any) -> str:
-    """A validation error of pydantic's at a key of `Profile`, as one sentence that says what is allowed."""
-    loc = [str(part) for part in fault["loc"] if part != "[key]"]
-    key, schema = ".".join(loc), Link if loc[0] == "links" and len(loc) > 2 else Profile
-    if fault["type"] == "extra_forbidden":
-        return f"{key}: no such key; allowed: {', '.join([*schema.model_fields, *_OF_FILES * (schema is Profile)])}"
-    if fault["type"] == "missing":
-        return f"{key} is missing; a link that is new needs all of {', '.join(Link.model_fields)}"
-    return f"{key} is {fault['input']!r}; allowed: {_allowed(schema, loc)}"
-
-
-def _allowed(schema: type[Link] | type[Profile], loc: Sequence[str]) -> str:
-    """What a key may hold, in words."""
-    if loc[0] == "links" and len(loc) < 3:
-        return f"a mapping of names to mappings with the keys {', '.join(Link.model_fields)}"
-    if loc[0] == "flops_per_s":
-        return "a mapping of dtypes (fp32, bf16) to operations a second, numbers above 0"
-    field = schema.model_fields[loc[-1]]
-    kinds = typing.get_args(field.annotation) or (field.annotation,)
-    words = [_KINDS[kind] for kind in kinds]
-    bounds = [f"{word} {getattr(one, name)}" for one in field.metadata for name, word in _BOUNDS if hasattr(one, name)]
-    return ", ".join([" or ".join(words), *bounds])
+        raise ConfigError(fault_text(Profile, error, ["base"])) from None
+    profile.link(None)  # the default one is there
+    return profile

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +35,7 @@ _Profile = Annotated[
     ),
 ]
 _Link = Annotated[str | None, typer.Option(metavar="NAME", help="The profile's link that pushes take.")]
+_PROCESSORS = ("x86_64", "aarch64", "arm64", "arm", "i386")  # how reports name a CPU
 _Workers = Annotated[int | None, typer.Option(metavar="N", help="Workers to split into prefill and decode.")]
 _Prompt = Annotated[int | None, typer.Option(metavar="N", help="Prompt tokens of a request.")]
 _New = Annotated[int | None, typer.Option(metavar="N", help="New tokens of a request.")]
@@ -70,7 +71,7 @@ def check(
     hardware = choose(config, loaded, spec, profile or (), link)
     plan = make_plan(loaded, spec, hardware.profiles, workload, hardware.link, workers)
     report = as_report(loaded, spec, is_there, hardware, plan)
-    report["notes"] += by_hand
+    report["notes"] += [*hardware.notes, *by_hand]
     if as_json:
         sys.stdout.write(json.dumps(report) + "\n")
     else:
@@ -100,6 +101,8 @@ class Hardware:
     link: str | None
     assumed: tuple[str, ...]
     """What was taken because neither the file nor an option names it, and how to name another."""
+    notes: tuple[str, ...]
+    """What speaks against a profile that was measured."""
 
 
 def choose(file: Path, config: ClusterConfig, spec: ModelSpec, names: Sequence[str], link: str | None) -> Hardware:
@@ -131,7 +134,20 @@ def choose(file: Path, config: ClusterConfig, spec: ModelSpec, names: Sequence[s
         assumed.append(
             f"link {wanted} is assumed ({reason}); to name another ({others}): --link, or capacity.link in the file"
         )
-    return Hardware(profiles=profiles, link=wanted, assumed=tuple(assumed))
+    notes = dict.fromkeys(
+        note for device, one in zip(devices, profiles, strict=False) for note in _other_notes(config, device, one)
+    )
+    return Hardware(profiles=profiles, link=wanted, assumed=tuple(assumed), notes=tuple(notes))
+
+
+def _other_notes(config: ClusterConfig, device: str, profile: Profile) -> Iterator[str]:
+    """Of a profile that was measured on another kind of device, or with another model."""
+    if profile.device and (profile.device in _PROCESSORS) != (device == "cpu"):
+        yield f"the report is of a device {profile.device}, and workers are on {device}: the plan is of no cluster"
+    if profile.model and Path(profile.model).name != Path(config.model.path).name:
+        yield (
+            f"the report is of {profile.model} and not of this model: its figures are taken for what the device reaches"
+        )
 
 
 def _of_file(file: Path, name: str) -> str:

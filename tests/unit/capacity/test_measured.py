@@ -12,6 +12,7 @@ from loopline.capacity.fit import Point, fit_efficiencies, fit_engine, fit_link,
 from loopline.capacity.geometry import Geometry
 from loopline.capacity.hardware import Profile
 from loopline.capacity.profiles import PROFILES
+from loopline.capacity.reports import EngineReport, TransferReport
 from loopline.capacity.times import decode_time, prefill_time
 from loopline.errors import ConfigError
 
@@ -84,15 +85,18 @@ def test_three_points_of_one_model_predict_all_others_and_the_other_model() -> N
     report = _report("ouro-1.4b")
     report["decode"] = [one for one in report["decode"] if (one["rows"], one["context"]) in ((1, 512), (32, 2048))]
     report["prefill"] = report["prefill"][:1]
-    profile = fit_engine(report, SHAPES["ouro-1.4b"], H200)
-    assert len(report_points(report, SHAPES["ouro-1.4b"], H200)) == 3
+    profile = fit_engine(EngineReport.model_validate(report), SHAPES["ouro-1.4b"], H200)
+    assert len(report_points(EngineReport.model_validate(report), SHAPES["ouro-1.4b"], H200)) == 3
     assert len(_predicted(profile, "ouro-1.4b")) == 7 and len(_predicted(profile, "huginn-0125")) == 3
     assert max(_worst(profile, model) for model in MODELS) < WITHIN
 
 
 def test_a_fit_starts_well_from_a_base_that_is_wrong() -> None:
     base = H200.model_copy(update={"flops_efficiency": 0.3, "kv_efficiency": 0.4, "layer_pass_s": 1e-3})
-    assert _worst(fit_engine(_report("ouro-1.4b"), SHAPES["ouro-1.4b"], base), "ouro-1.4b") < WITHIN
+    assert (
+        _worst(fit_engine(EngineReport.model_validate(_report("ouro-1.4b")), SHAPES["ouro-1.4b"], base), "ouro-1.4b")
+        < WITHIN
+    )
 
 
 def test_a_fit_finds_what_made_the_points() -> None:
@@ -123,7 +127,8 @@ def test_a_point_that_failed_is_left_out() -> None:
     report = _report("huginn-0125")
     report["decode"][0] = {"rows": 1, "context": 512, "error": "OutOfMemoryError"}
     report["prefill"][0]["arms"]["packed"] = {"rounds": 0, "error": "no figures"}
-    assert [one.name for one in report_points(report, SHAPES["huginn-0125"], H200)] == ["decode 32x512"]
+    points = report_points(EngineReport.model_validate(report), SHAPES["huginn-0125"], H200)
+    assert [one.name for one in points] == ["decode 32x512"]
 
 
 @pytest.mark.parametrize("name", ["same-gpu", "nvlink"])
@@ -132,7 +137,7 @@ def test_a_link_fitted_to_two_transfers_predicts_the_others(name: str) -> None:
     wait for where chunks were pushed while the next one was computed."""
     report = _report(name)
     arms, overlap = report["arms"], report["overlap"]
-    for link in (fit_link(report), H200.links[name]):
+    for link in (fit_link(TransferReport.model_validate(report)), H200.links[name]):
         for arm in ("fresh", "fragmented"):
             assert link.expected_s(arms[arm]["bytes"], 1) == pytest.approx(arms[arm]["total_ms"] / 1e3, rel=WITHIN)
         last_s = overlap["pushed_while_computing"]["ms"] / 1e3
@@ -142,7 +147,7 @@ def test_a_link_fitted_to_two_transfers_predicts_the_others(name: str) -> None:
 
 def test_a_transfer_without_overlap_is_all_rate() -> None:
     report = _report("nvlink") | {"overlap": None}
-    link = fit_link(report)
+    link = fit_link(TransferReport.model_validate(report))
     assert link.push_s == 0 and link.bytes_per_s == pytest.approx(360e9, rel=0.01)
     with pytest.raises(ConfigError, match="arm flat"):
-        fit_link({"link": {}, "arms": {}})
+        fit_link(TransferReport.model_validate({"link": {}, "arms": {}}))

@@ -266,17 +266,20 @@ def test_a_file_is_laid_over_a_profile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"bytes_per_s": -1}, "bytes_per_s is -1; allowed: a number, above 0"),
-        ({"bites": 1}, "bites: no such key; allowed: name, source, memory_bytes, .*, default_link, base$"),
-        ({"weights_efficiency": 1.2}, "weights_efficiency is 1.2; allowed: a number, above 0, at most 1"),
-        ({"memory_bytes": "much"}, "memory_bytes is 'much'; allowed: a whole number or null, above 0"),
-        ({"links": {"nvlink": {"bytes": 1}}}, "links.nvlink.peak_bytes_per_s is missing; a link that is new needs all"),
+        ({"bytes_per_s": -1}, "bytes_per_s is -1; allowed: a number, at least 1, at most 1e.20"),
+        ({"bites": 1}, "bites: no such key; allowed: name, source, device, .*, default_link, base$"),
+        ({"weights_efficiency": 1.2}, "weights_efficiency is 1.2; allowed: a number, at least 1e-09, at most 1"),
+        ({"memory_bytes": "much"}, "memory_bytes is 'much'; allowed: a whole number or null, at least 1"),
+        (
+            {"links": {"nvlink": {"bytes": 1}}},
+            "is missing; needed: peak_bytes_per_s, bytes_per_s, push_s",
+        ),
         (
             {"links": {"x": {**LINK, "bites": 1}}},
             "links.x.bites: no such key; allowed: peak_bytes_per_s, bytes_per_s, ",
         ),
-        ({"links": [1]}, "links is .1.; allowed: a mapping of names to mappings with the keys peak_bytes_per_s"),
-        ({"flops_per_s": {"bf16": "x"}}, "flops_per_s.bf16 is 'x'; allowed: a mapping of dtypes"),
+        ({"links": [1]}, "links is .1.; allowed: a mapping of names to values that are each a mapping with the keys"),
+        ({"flops_per_s": {"bf16": "x"}}, "flops_per_s.bf16 is 'x'; allowed: a number, at least 1"),
         ({"base": "abacus"}, "base is 'abacus'; allowed: h200"),
         ([1], "holds no mapping"),
     ],
@@ -291,7 +294,10 @@ def test_a_file_that_is_wrong_is_named_with_its_key(tmp_path: Path, content: Any
 
 def test_a_report_that_is_none_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
-    for text, words in (("{", "cannot be read"), (json.dumps({"rates": {}}), "without 'model'")):
+    for text, words in (
+        ("{", "cannot be read"),
+        (json.dumps({"rates": {}}), "machine is missing; needed: machine, model"),
+    ):
         file.write_text(text)
         with pytest.raises(ConfigError, match=words):
             _read(str(file))

@@ -107,3 +107,14 @@ def test_a_number_of_workers_is_split() -> None:
     shown = " ".join(RUNNER.invoke(app, ["check", str(file)]).output.split())
     assert "best split of 4 workers: 1 prefill and 3 decode, 31.7 requests/s; the file has 2 and 2, 21.1" in shown
     assert _report(file, "--workers", "12")["split"]["decode"] == 10
+
+
+def test_a_report_of_another_device_or_model_is_noted(tmp_path: Path) -> None:
+    report = json.loads((ROOT / "tests/data/capacity/h200-huginn-0125.json").read_text(encoding="utf-8"))
+    report["machine"]["device"] = "x86_64"
+    (tmp_path / "other.json").write_text(json.dumps(report), encoding="utf-8")
+    notes = " ".join(_report(_file(tmp_path), "--profile", tmp_path / "other.json")["notes"])
+    assert "the report is of a device x86_64, and workers are on cuda" in notes
+    assert "the report is of huginn-0125 and not of this model" in notes
+    own = ROOT / "tests/data/capacity/h200-ouro-1.4b.json"
+    assert "the report" not in " ".join(_report(_file(tmp_path), "--profile", own)["notes"])
