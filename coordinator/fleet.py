@@ -8,12 +8,12 @@ import asyncio
 import logging
 from dataclasses import replace
 
+from loopline.config_sections import MOST_WORKERS
 from loopline.errors import OperatorError
 from loopline.identity import Role
 from loopline.launcher_messages import LauncherReport, Wanted, WorkerCounts
 
 _LOG = logging.getLogger(__name__)
-MOST_WORKERS = 1000  # of a role: more is a slip of the finger
 
 
 class LauncherStream:

@@ -264,7 +264,8 @@ def _replica_faults(config: ClusterConfig) -> Iterator[tuple[str, int, str]]:
 
 def _group_faults(group: WorkerGroup, block_size: int) -> Iterator[tuple[str, int, str]]:
     if group.chunk_tokens % block_size:
-        yield "chunk_tokens", group.chunk_tokens, f"a multiple of kv.block_size ({block_size})"
+        usual = "" if "chunk_tokens" in group.model_fields_set else "; that is the default: set another"
+        yield "chunk_tokens", group.chunk_tokens, f"a multiple of kv.block_size ({block_size}){usual}"
     if group.num_threads > 1 and group.deterministic:
         yield "num_threads", group.num_threads, "1, or more with deterministic: false"
 

@@ -12,6 +12,8 @@ from loopline.intake import MAX_DEADLINE_S
 
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[int, Field(ge=0)]
+MOST_WORKERS = 1000  # of a role: more is a slip of the finger
+Replicas = Annotated[int, Field(ge=0, le=MOST_WORKERS)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_DEADLINE_S)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -94,7 +96,7 @@ class CoordinatorConfig(Section):
 class WorkerGroup(Section):
     """What workers of every role have."""
 
-    replicas: Number = 1
+    replicas: Replicas = 1
     """Workers of this role that the launcher starts. 0 of both prefill and decode where there are unified ones, which
     is the default of a file that has a section unified and neither of these two."""
     device: Device = "cpu"
@@ -149,7 +151,7 @@ class DecodeConfig(WorkerGroup):
 class UnifiedConfig(DecodeConfig):
     """Workers that take whole requests: they compute the prompt and generate the answer."""
 
-    replicas: Number = 0
+    replicas: Replicas = 0
     """Workers of this role that the launcher starts."""
     prefill_share_tokens: Count = 256
     """Most prompt tokens that each loop of a step carries beside tokens that are being generated, of all requests

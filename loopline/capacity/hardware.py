@@ -7,7 +7,7 @@ makes one of measurements.
 from collections.abc import Mapping
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from loopline.errors import ConfigError
 
@@ -32,6 +32,12 @@ class Link(_Record):
     """What large pushes reach."""
     push_s: Seconds
     """What each push takes beside its bytes: posting, the notice, polls until it is seen."""
+
+    @model_validator(mode="after")
+    def _is_below_its_peak(self) -> "Link":
+        if self.bytes_per_s > self.peak_bytes_per_s:
+            raise ValueError(f"bytes_per_s is {self.bytes_per_s:g}; allowed: up to peak_bytes_per_s")
+        return self
 
     def floor_s(self, num_bytes: float) -> float:
         """Seconds below which no transfer of so many bytes can be."""

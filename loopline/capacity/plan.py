@@ -26,6 +26,8 @@ from loopline.capacity.workers import (
 from loopline.config import ClusterConfig
 from loopline.model_spec import ModelSpec
 
+_BUT_ROUNDING = 1 - 1e-9
+
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
@@ -217,10 +219,15 @@ def running_rows(tokens_per_s: float, most: int, step_s: Callable[[int], float])
     """Rows of a worker that makes so many tokens a second: of the least batch whose step is not longer than the time in
     which that many tokens are asked for (Little's law). None where no batch up to `most` is enough.
 
-    All are looked at in turn: where rows are padded, a batch of one tile may be enough and one row more is not.
+    They are looked at in turn: where rows are padded, a batch of one tile may be enough and one row more is not. A step
+    of more rows is not shorter, so none below what a smaller one is asked for is enough, and these are left out.
     """
-    for rows in range(1, most + 1):
+    rows = 1
+    while rows <= most:
         asked = tokens_per_s * step_s(rows)
         if asked <= rows:
             return asked
+        if asked > 2 * most:
+            return None
+        rows = max(rows + 1, math.ceil(asked * _BUT_ROUNDING))
     return None

@@ -18,6 +18,8 @@ def fault_text(schema: type[BaseModel], error: ValidationError, more_keys: Seque
     fault = error.errors(include_url=False, include_context=False)[0]
     loc = [part for part in fault["loc"] if part != "[key]"]
     key = ".".join(shown(part, is_key=True) for part in loc)
+    if fault["type"] == "value_error":
+        return f"{key}.{fault['msg'].removeprefix('Value error, ')}"
     if fault["type"] == "extra_forbidden":
         inner = _at(schema, loc[:-1])
         more = more_keys if len(loc) == 1 else ()
@@ -83,8 +85,12 @@ def _plain(annotation: Any, bounds: list[Any]) -> tuple[Any, list[Any]]:
 def _allowed(schema: type[BaseModel], loc: Sequence[object]) -> str:
     """What may stand at a location, in words."""
     found, bounds = _with_bounds(schema, loc)
-    limits = [f"{word} {getattr(one, name):g}" for one in bounds for name, word in _BOUNDS if hasattr(one, name)]
+    limits = [f"{word} {_number(getattr(one, name))}" for one in bounds for name, word in _BOUNDS if hasattr(one, name)]
     return ", ".join([_named(found), *limits])
+
+
+def _number(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
 
 
 def _named(found: Any) -> str:

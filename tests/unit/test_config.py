@@ -263,6 +263,17 @@ def test_what_only_one_kind_of_launcher_has(tmp_path: Path, launcher: str, expec
     assert _fault(tmp_path, f"{{model: {{path: m}}, launcher: {{{launcher}}}}}").startswith(expected)
 
 
+def test_a_number_of_workers_is_bounded_and_a_default_that_does_not_fit_is_said_to_be_one(tmp_path: Path) -> None:
+    fault = _fault(tmp_path, "{model: {path: m}, decode: {replicas: 10000000}}")
+    assert fault.startswith("decode.replicas is 10000000; allowed: a whole number, at least 0, at most 1000")
+    chunks = "prefill: {chunk_tokens: 1024}, decode: {chunk_tokens: 1024}"
+    fault = _fault(tmp_path, f"{{model: {{path: m}}, kv: {{block_size: 1024}}, {chunks}}}")
+    assert (
+        fault
+        == "unified.chunk_tokens is 256; allowed: a multiple of kv.block_size (1024); that is the default: set another"
+    )
+
+
 def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
         load_config(tmp_path / "nowhere.yaml")

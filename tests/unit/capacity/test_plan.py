@@ -278,6 +278,10 @@ def test_a_file_is_laid_over_a_profile(tmp_path: Path) -> None:
             {"links": {"x": {**LINK, "bites": 1}}},
             "links.x.bites: no such key; allowed: peak_bytes_per_s, bytes_per_s, ",
         ),
+        (
+            {"links": {"nvlink": {**LINK, "bytes_per_s": 3e10}}},
+            "bytes_per_s is 3e.10; allowed: up to peak_b",
+        ),
         ({"links": [1]}, "links is .1.; allowed: a mapping of names to values that are each a mapping with the keys"),
         ({"flops_per_s": {"bf16": "x"}}, "flops_per_s.bf16 is 'x'; allowed: a number, at least 1"),
         ({"base": "abacus"}, "base is 'abacus'; allowed: h200"),

@@ -123,3 +123,16 @@ def test_a_request_that_fits_no_unified_worker_is_said_to() -> None:
         "a unified worker has 79 blocks and such a request needs 80: unified.num_blocks is too small",
     )
     assert plan.requests_per_s == 0 and plan.demand is not None and plan.demand.rows is None
+
+
+def test_of_very_many_rows_few_are_looked_at() -> None:
+    looked: list[int] = []
+
+    def step_s(rows: int) -> float:
+        looked.append(rows)
+        return 0.01 + rows * 1e-6
+
+    found = running_rows(900_000.0, 10**6, step_s)
+    assert found == pytest.approx(90_000, rel=1e-3) and len(looked) < 200
+    assert running_rows(1e7, 10**6, step_s) is None and len(looked) < 400
+    assert running_rows(1.0, 10**6, lambda rows: float("inf")) is None
