@@ -44,10 +44,13 @@ class PrefillGroup:
             return []
         budget = self._budget(decode, entries[0].depth)
         runs: list[RowRun] = []
+        num_rows = most_rows = 0
         for entry in entries:
-            run = self._next_run(entry, budget, must_progress=not decode and not runs)
+            most = max(most_rows, self._alone(entry.depth))
+            run = self._next_run(entry, budget, most - num_rows, must_progress=not decode and not runs)
             if run is not None:
                 runs.append(run)
+                num_rows, most_rows = num_rows + run.num_tokens, most
         return runs
 
     def begin(self, runs: Sequence[RowRun], step: int) -> None:
@@ -76,14 +79,18 @@ class PrefillGroup:
         return budget
 
     def _least(self, depth: int) -> int:
-        """Token-loops of prompts in any step: a pass of the fewest rows, and no more than in a step of prompts alone,
-        which is what the engine has memory for. Prompts are a pass of their own, whatever decodes beside them."""
-        alone = max(self._settings.max_token_loops // depth, self._ledger.block_size)
-        return min(self._share.rows.padded(1), alone) * depth
+        """Token-loops of prompts in any step: a pass of the fewest rows, whatever decodes beside it. Prompts of another
+        depth may get what the first one leaves of it."""
+        return min(self._share.rows.padded(1), self._alone(depth)) * depth
 
-    def _next_run(self, entry: Entry, budget: StepBudget, must_progress: bool) -> RowRun | None:
+    def _alone(self, depth: int) -> int:
+        """Most rows of a step of prompts of this depth alone. No other step has more rows of prompts, since that is
+        what the engine has memory for."""
+        return max(self._settings.max_token_loops // depth, self._ledger.block_size)
+
+    def _next_run(self, entry: Entry, budget: StepBudget, most_rows: int, *, must_progress: bool) -> RowRun | None:
         block_size, first, total = self._ledger.block_size, entry.num_planned, len(entry.token_ids)
-        most = min(self._settings.chunk_tokens, budget.tokens_left(entry.depth))
+        most = max(0, min(self._settings.chunk_tokens, budget.tokens_left(entry.depth), most_rows))
         if not most:
             if not must_progress:
                 return None

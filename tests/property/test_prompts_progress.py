@@ -5,7 +5,7 @@ so that it ends within as many steps as there are prompt tokens before its end.
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loopline.kv.ledger import Ledger
@@ -55,6 +55,8 @@ def settings_of(mix: Mix, steps_ahead: int) -> SchedulerSettings:
 def test_a_prompt_that_waits_ends_whatever_decodes_beside_it(steps_ahead: int) -> None:
     @settings(max_examples=30, deadline=None)
     @given(MIXES)
+    @example(Mix([1], [(1, 3), (8, 1)], max_token_loops=1, share=None, bound_s=None, padded_to=TILES))
+    @example(Mix([1], [(1, 4), (12, 1)], max_token_loops=10, share=None, bound_s=None, padded_to=TILES))
     def run(mix: Mix) -> None:
         scheduler = Scheduler(
             Ledger(2000, BLOCK_SIZE), settings_of(mix, steps_ahead), UnifiedPolicy(), prompt_rows=mix.padded_to
