@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from loopline.capacity.hardware import Rate
+
 Count = Annotated[int, Field(ge=1, le=10**7)]
 NumBytes = Annotated[int, Field(ge=1, le=2**60)]
-Rate = Annotated[float, Field(ge=1, le=1e20)]
 Milliseconds = Annotated[float, Field(ge=1e-6, le=1e9)]
 
 

@@ -106,7 +106,7 @@ class PromptShare:
         self._decode: dict[int, RunningMean] = {}  # by decode work
         self._each = RunningMean()  # seconds of a prompt's token-loop
         self._deviation_s = 0.0
-        self._margin = _LEAST_MARGIN * _WIDER  # as after a step that passed: of the first hundred none may
+        self._margin = _LEAST_MARGIN * _WIDER**2  # as after two steps that passed: of the first hundred one may
         self._proven = 0  # most token-loops of prompts that a step has carried within the bound
         self._last_both: tuple[int, int] | None = None  # decode work and prompts, if the last step had both
         self._until_alone = _ALONE_EVERY  # shares that the estimate may still limit before a step without prompts

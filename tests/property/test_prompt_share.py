@@ -48,6 +48,7 @@ def run(machine: Machine, bound_s: float, seed: int, steps_ahead: int, prompts: 
 
 @SLOW
 @given(MACHINES, st.floats(1.5, 8.0), st.integers(0, 99), st.integers(0, 1))
+@example(Machine(decode_s=0.024795574989569334, pass_s=0.0, token_loop_s=0.00010872737495939845), 6.4375, 16, 1)
 @example(
     Machine(decode_s=0.038089783190780706, pass_s=0.0004936929045109652, token_loop_s=0.00010264579353577288),
     4.125,
@@ -61,9 +62,8 @@ def test_time_per_token_stays_within_a_bound_that_can_be_held(
     made, since_s = run(machine, bound_s, seed, steps_ahead, [2048, 333, 4096])
     gaps_s = made.gaps_s("row0", since_s)
     passed = sum(one > bound_s for one in gaps_s)
-    # One of a hundred may; of the fewer steps here two, by little, while what steps take is being learnt.
-    assert passed <= max(2, len(gaps_s) // 100), f"{passed} of {len(gaps_s)}"
-    assert p99(gaps_s) <= bound_s * (1 if len(gaps_s) >= 300 else 1 + NOISE)
+    assert passed <= max(1, len(gaps_s) // 100), f"{passed} of {len(gaps_s)}"
+    assert p99(gaps_s) <= bound_s or passed == 1
     assert sum(made.shares) == 2048 + 333 + 4096
 
 
