@@ -34,11 +34,12 @@ from loopline.config_sections import (
     UnifiedConfig,
     WorkerGroup,
 )
-from loopline.config_words import cross_fault, fault_text, keys_of, shown
+from loopline.config_words import file_fault, shown
 from loopline.errors import ConfigError
 from loopline.faults import FaultList, check_workers, faults_of
 from loopline.hosts import clean_host, is_every_host
 from loopline.identity import Role
+from loopline.schema_words import cross_fault, keys_of
 from loopline.security import (
     Access,
     ClusterSecurity,
@@ -344,9 +345,7 @@ def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig
         _check_secrets(config, datetime.datetime.now(datetime.UTC), with_clients)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        raise ConfigError(
-            f"{file}: {fault_text(ClusterConfig, fault['loc'], fault)}"
-        ) from None  # its own text may hold a secret
+        raise ConfigError(f"{file}: {file_fault(ClusterConfig, fault)}") from None  # its own text may hold a secret
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return config

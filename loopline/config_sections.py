@@ -6,9 +6,9 @@
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from loopline.intake import MAX_DEADLINE_S
+from loopline.schema_words import Words, cross_fault
 
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[int, Field(ge=0)]
@@ -20,15 +20,17 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 MessageBytes = Annotated[int, Field(ge=65536, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
-Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
-UcxName = Annotated[str, Field(pattern=r"^UCX_[A-Z0-9_]+$")]
-RayAddress = Annotated[str, Field(pattern=r"^(auto|local|[^/\s]+:\d+)$")]
+Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$"), Words("cpu, cuda or cuda:N")]
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+$"), Words("http://HOST:PORT or https://HOST:PORT")]
+UcxName = Annotated[str, Field(pattern=r"^UCX_[A-Z0-9_]+$"), Words("UCX_NAME")]
+RayAddress = Annotated[str, Field(pattern=r"^(auto|local|[^/\s]+:\d+)$"), Words("auto, local or HOST:PORT")]
 Amount = Annotated[float, Field(gt=0)]
 _LABEL = "[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
-LABEL_SELECTOR = rf"^!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))$"
-LabelSelector = Annotated[str, Field(pattern=LABEL_SELECTOR)]
-_CROSS = "cross_check"  # the type of a fault that is its own text
+LabelSelector = Annotated[
+    str,
+    Field(pattern=rf"^!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))$"),
+    Words("A, !A, in(A,B) or !in(A,B), where A and B are letters, digits and -_. (quote numbers)"),
+]
 
 
 def _off(value: object) -> object:
@@ -235,10 +237,8 @@ class LauncherConfig(Section):
     def _of_this_kind(self) -> "LauncherConfig":
         own = {"host"} if self.kind == "local" else _RAY_KEYS
         for key in sorted((self.model_fields_set & (_RAY_KEYS | {"host"})) - own):
-            context = {"key": key, "value": getattr(self, key), "kind": "ray" if self.kind == "local" else "local"}
-            raise PydanticCustomError(
-                _CROSS, "launcher.{key} is {value}; allowed: only with launcher.kind: {kind}", context
-            )
+            kind = "ray" if self.kind == "local" else "local"
+            raise cross_fault(f"launcher.{key}", getattr(self, key), f"only with launcher.kind: {kind}")
         return self
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
+from loopline.schema_words import cross_error, cross_fault
 from loopline.settings import FaultSettings
 
 PUSH_KINDS = ("fail_push", "fail_handle", "corrupt_push", "delay_push", "drop_push")
@@ -66,8 +67,6 @@ out: who wants to silence a worker freezes it."""
 ANY_WORKER = "*"
 """In place of a worker's name, where a prompt token is given: each worker that there is or will be."""
 
-_CROSS = "cross_check"
-"""The type of error whose text `loopline.config` shows as it is."""
 _WHOLE = "a whole number, at least 1"
 _SHAPES = {
     "worker": f"the name of a launched worker, or {ANY_WORKER!r}",
@@ -167,11 +166,10 @@ def _read(place: str, entry: object) -> FaultConfig:
         found: Any = error.errors(include_url=False)[0]
         key = str(found["loc"][0])
         if found["type"] == "extra_forbidden":
-            context = {"key": f"{place}.{key}", "allowed": _keys()}
-            raise PydanticCustomError(_CROSS, "{key}: no such key; allowed: {allowed}", context) from None
+            raise cross_error("{key}: no such key; allowed: {allowed}", key=f"{place}.{key}", allowed=_keys()) from None
         if found["type"] == "missing":
-            context = {"key": f"{place}.{key}", "needed": _SHAPES[key]}
-            raise PydanticCustomError(_CROSS, "{key} is missing; needed: {needed}", context) from None
+            needed = _SHAPES[key]
+            raise cross_error("{key} is missing; needed: {needed}", key=f"{place}.{key}", needed=needed) from None
         raise _error(f"{place}.{key}", found["input"], _SHAPES[key]) from None
 
 
@@ -229,8 +227,7 @@ def _wrong_rate(fault: FaultConfig) -> _Fault | None:
 
 
 def _error(key: str, value: object, allowed: str) -> PydanticCustomError:
-    context = {"key": key, "value": repr(value), "allowed": allowed}
-    return PydanticCustomError(_CROSS, "{key} is {value}; allowed: {allowed}", context)
+    return cross_fault(key, repr(value), allowed)
 
 
 def _keys() -> str:

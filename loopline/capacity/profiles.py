@@ -9,19 +9,19 @@ figures are those of one core of a small server and stand for no machine: measur
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from loopline.capacity.fit import fit_engine, fit_link
 from loopline.capacity.hardware import Link, Profile
 from loopline.capacity.reports import EngineReport, TransferReport
-from loopline.capacity.words import fault_text, shown
 from loopline.errors import ConfigError
 from loopline.model_spec import ModelSpec
+from loopline.schema_words import fault_text, shortened
 
 _HOPPER_FLOPS = {"bf16": 760e12, "fp32": 50e12}  # fp32 as it is spoken of: no tensor cores; bf16 measured
 _INFINIBAND = Link(peak_bytes_per_s=50e9, bytes_per_s=45e9, push_s=0.6e-3)  # NDR: 400 Gbit/s
@@ -146,7 +146,7 @@ def _of_engine(content: dict[str, Any], base: Profile, spec_of: Callable[[str], 
     try:
         report = EngineReport.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(fault_text(EngineReport, error)) from None
+        raise ConfigError(_fault(EngineReport, error)) from None
     try:
         return fit_engine(report, spec_of(report.model.name), base)
     except (ValidationError, ArithmeticError):
@@ -157,7 +157,7 @@ def _of_transfer(content: dict[str, Any], base: Profile) -> Profile:
     try:
         report = TransferReport.model_validate(content)
     except ValidationError as error:
-        raise ConfigError(fault_text(TransferReport, error)) from None
+        raise ConfigError(_fault(TransferReport, error)) from None
     try:
         links = {**base.links, MEASURED_LINK: fit_link(report)}
     except ValidationError:
@@ -171,7 +171,7 @@ def _laid_over(path: Path, content: dict[str, Any], base: Profile) -> Profile:
     if content.get("base") is not None:
         named = content["base"]
         if not isinstance(named, str) or named not in PROFILES:
-            raise ConfigError(f"base is {shown(named)}; allowed: {', '.join(PROFILES)}")
+            raise ConfigError(f"base is {_shown(named)}; allowed: {', '.join(PROFILES)}")
         below = PROFILES[named]
     under = below.model_dump()
     values = under | {"name": path.stem, "source": str(path)} | own
@@ -181,6 +181,18 @@ def _laid_over(path: Path, content: dict[str, Any], base: Profile) -> Profile:
     try:
         profile = Profile.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(fault_text(Profile, error, ["base"])) from None
+        raise ConfigError(_fault(Profile, error, ["base"])) from None
     profile.link(None)  # the default one is there
     return profile
+
+
+def _fault(schema: type[BaseModel], error: ValidationError, more_keys: Sequence[str] = ()) -> str:
+    fault = error.errors(include_url=False, include_context=False)[0]
+    return fault_text(schema, fault, key_text=shortened, value_text=_shown, more_keys=more_keys)
+
+
+def _shown(value: object) -> str:
+    try:
+        return shortened(repr(value))
+    except (ValueError, RecursionError):  # an integer of too many digits, or nested too deeply
+        return f"a value of type {type(value).__name__}"
