@@ -90,7 +90,7 @@ class ReferenceOps:
     ) -> Tensor:
         """See `kernels.reference_attention.attend`."""
         if plan not in self.prepared:
-            self.prepared[plan] = group_queries(plan, arena.shape[3])
+            self.prepared[plan] = group_queries(plan, arena)
         return attend(q, arena, planes, self.prepared[plan], scale, self.products)
 
     def tile_rows(self, dtype: torch.dtype) -> int:

@@ -22,8 +22,9 @@ KEY_TILE = 64
 """Fewest keys of a key tile."""
 _GROUP_TILES = (16, 4, 1)
 """Query tiles that may be computed as one group, largest first. Its tiles share the keys they read."""
-_MOST_KEY_TILES = 64
-"""Key tiles gathered at once, unless one group alone needs more: bounds memory, and keeps it in the cache."""
+_MOST_KEY_BYTES = 3 << 19
+"""Bytes of keys in float32 gathered at once, unless one group alone needs more. What is computed of them stays in a
+core's caches then, and is never so large that the allocator asks the system for every piece of it."""
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -78,9 +79,11 @@ class QueryGroups:
     unwritten: Tensor  # [A, 1, S, 1] bool: keys of the last key tile after the group's last position
 
 
-def group_queries(plan: AttentionPlan, block_size: int) -> tuple[QueryGroups, ...]:
-    """All query tiles of a plan, in as few products as their shapes allow."""
+def group_queries(plan: AttentionPlan, arena: Tensor) -> tuple[QueryGroups, ...]:
+    """All query tiles of a plan, in as few products as their shapes and the arena's allow."""
+    block_size, num_kv_heads, head_dim = arena.shape[3:]
     key_tile, all_tiles = _key_tile(block_size), _Tiles.of(plan)
+    most_key_tiles = _MOST_KEY_BYTES // (4 * key_tile * num_kv_heads * head_dim)
     if not len(all_tiles.rows):
         return ()
     last_positions = all_tiles.positions.amax(dim=1).tolist()
@@ -90,7 +93,7 @@ def group_queries(plan: AttentionPlan, block_size: int) -> tuple[QueryGroups, ..
         by_shape.setdefault((num_tiles, last // key_tile + 1), []).append(first_tile)
     groups = []
     for (num_tiles, num_key_tiles), first_tiles in by_shape.items():
-        at_once = max(1, _MOST_KEY_TILES // num_key_tiles)
+        at_once = max(1, most_key_tiles // num_key_tiles)
         for start in range(0, len(first_tiles), at_once):
             firsts = torch.tensor(first_tiles[start : start + at_once], device=all_tiles.rows.device)
             tiles = firsts.unsqueeze(1) + torch.arange(num_tiles, device=firsts.device)  # [A, tiles a group]

@@ -16,6 +16,7 @@ from kernels.reference import (
     rotate,
     silu_mul,
 )
+from kernels.reference_attention import group_queries
 from tests.kernels.paged_batch import plan_of
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -132,6 +133,19 @@ def test_paged_attention_at_every_block_size(block_size: int) -> None:
     for row in range(16):
         expected = naive_attention(q[row], keys[: 115 + row], values[: 115 + row], 0.3)
         assert torch.allclose(got[row].double(), expected, atol=1e-5)
+
+
+def test_rows_keep_their_bits_however_many_keys_are_gathered_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = torch.randn(NUM_BLOCKS, PLANES, 2, BLOCK_SIZE, 2, 16)
+    tables = [torch.randperm(NUM_BLOCKS)[:8] for _ in range(9)]
+    q, planes = torch.randn(9, 4, 16), torch.ones(9).long()
+    plan = plan_of([(60 + 7 * row, 1) for row in range(9)], tables)
+    expected, counts = reference_ops(deterministic=True).paged_attention(q, arena, planes, plan, 0.25), []
+    for most_bytes in (1, 35_000, 70_000, 1 << 30):
+        monkeypatch.setattr("kernels.reference_attention._MOST_KEY_BYTES", most_bytes)
+        counts.append(len(group_queries(plan, arena)))
+        assert torch.equal(reference_ops(deterministic=True).paged_attention(q, arena, planes, plan, 0.25), expected)
+    assert counts[0] == 9 and counts == sorted(set(counts), reverse=True)  # a row alone, up to all of a length at once
 
 
 def test_large_scores_do_not_overflow() -> None:
