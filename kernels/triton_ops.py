@@ -120,5 +120,8 @@ class TritonOps(ElementwiseOps):
 
 
 def _is_skinny(x: Tensor, weight: Tensor) -> bool:
-    is_small = len(x) <= _MOST_SKINNY_ROWS and weight.numel() <= _MOST_SKINNY_WEIGHTS
-    return is_small and x.dtype is torch.bfloat16
+    """Whether `kernels.skinny_linear` was the faster one: for small matrices, and of large ones for those that sum over
+    more features than they give, where cuBLAS has few tiles."""
+    num_out, num_in = weight.shape
+    is_faster = weight.numel() <= _MOST_SKINNY_WEIGHTS or num_in > num_out
+    return is_faster and len(x) <= _MOST_SKINNY_ROWS and x.dtype is torch.bfloat16
