@@ -116,7 +116,7 @@ def status_message(
 ) -> Any:
     return loopline_pb2.Status(
         launcher=None if launcher is None else _launcher(launcher),
-        workers=[_worker(view) for view in snapshot.workers],
+        workers=[_worker(view, snapshot.waits_for(view)) for view in snapshot.workers],
         queued=queued,
         running=running,
         serving=serving,
@@ -148,7 +148,7 @@ def _token(row: TokenRow) -> Any:
     return token
 
 
-def _worker(view: WorkerView) -> Any:
+def _worker(view: WorkerView, waits_for: str) -> Any:
     message = loopline_pb2.Worker(
         name=view.peer.name,
         role=view.role.value,
@@ -159,6 +159,7 @@ def _worker(view: WorkerView) -> Any:
         epoch=view.worker.epoch,
         heartbeat_age_s=view.heartbeat_age_s,
         metrics_address=view.metrics_address,
+        waits_for=waits_for,
         links=[
             loopline_pb2.Link(
                 peer=link.decode_name, transport=link.transport, bytes_per_s=link.bytes_per_s, is_slow=link.is_slow

@@ -75,7 +75,8 @@ def _table(found: ClusterStatus) -> Table:
 
 
 def details(found: ClusterStatus) -> Iterator[str]:
-    """What the table has no room for: links, bytes in flight, corrupted pushes and handoffs, a line each."""
+    """What the table has no room for, a line each: links, bytes in flight, corrupted pushes and handoffs; and what a
+    worker waits for."""
     for worker in found.workers:
         for link in worker.links:
             rate = f"{link.bytes_per_s / 2**20:,.0f} MiB/s"
@@ -93,7 +94,7 @@ def details(found: ClusterStatus) -> Iterator[str]:
             yield f"{worker.name} handoffs: {handoffs}"
     if (launcher := found.launcher) is not None:
         yield f"the launcher for {launcher.place} keeps {wanted_of(launcher)} workers"
-        yield from waits_of(launcher)
+    yield from waits_of(found)
 
 
 def _budget(budget: BudgetCounts) -> str:

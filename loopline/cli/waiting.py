@@ -24,7 +24,7 @@ def wait_for(operator: Operator, is_so: Callable[[ClusterStatus], bool], what: s
             status = operator.status()
             if is_so(status):
                 return status
-            waits = waits_of(status.launcher) if status.launcher is not None else []
+            waits = waits_of(status)
         except CoordinatorUnreachable:
             if time.monotonic() >= end_s:
                 raise
@@ -48,9 +48,11 @@ def is_settled(status: ClusterStatus) -> bool:
     )
 
 
-def waits_of(launcher: LauncherInfo) -> list[str]:
-    """Of each worker that does not run yet, what it waits for."""
-    return [f"{worker.name} waits: {worker.waits_for}" for worker in launcher.workers if worker.waits_for]
+def waits_of(status: ClusterStatus) -> list[str]:
+    """Of each worker that does not run yet, or takes no request yet, why."""
+    joined = [f"{worker.name} waits for {worker.waits_for}" for worker in status.workers if worker.waits_for]
+    launched = status.launcher.workers if status.launcher is not None else ()
+    return joined + [f"{worker.name} waits: {worker.waits_for}" for worker in launched if worker.waits_for]
 
 
 def wanted_of(launcher: LauncherInfo) -> WorkerCounts:

@@ -147,6 +147,8 @@ class WorkerInfo:
     """Of bytes in flight; a prefill worker's."""
     metrics_address: str = ""
     """HOST:PORT at which it answers scrapes; "": it serves no metrics."""
+    waits_for: str = ""
+    """Why it takes no request yet; "": it does, or it leaves."""
 
 
 @dataclass(frozen=True, kw_only=True)

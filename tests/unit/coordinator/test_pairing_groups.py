@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from coordinator.registry import Joined, Refused, Registry
+from coordinator.snapshot import WorkerView
 from decode_worker.service import DecodePeering
 from loopline.engine.engine import Engine
 from loopline.identity import Fingerprint, RegionManifest, Role
@@ -46,7 +47,27 @@ def test_a_worker_that_differs_in_one_field_stays_apart(name: str, make: Any, ca
         answer = registry.join(prefill, 0.0)
     assert answer == Joined(None, ())  # in, and paired with nobody
     assert f"{name}: " in caplog.text
+    waiting = {view.peer.name: reason for view, reason in _waiting(registry)}
+    assert f"a decode worker with the same KV (decode-0 has not: {name}: " in waiting["prefill-0"]
+    assert f"a prefill worker with the same KV (prefill-0 has not: {name}: " in waiting["decode-0"]
     assert not registry.pair_ready(prefill.peer.worker, PairReady(decode.peer.worker, "tcp", 1.0))
+
+
+def _waiting(registry: Registry) -> list[tuple[WorkerView, str]]:
+    snapshot = registry.snapshot(0.0, {})
+    return [(view, snapshot.waits_for(view)) for view in snapshot.workers]
+
+
+def test_what_a_worker_waits_for_is_said_until_it_has_a_warm_link() -> None:
+    registry = Registry(3.0)
+    decode, prefill = register("decode-0", Role.DECODE), register("prefill-0", Role.PREFILL)
+    registry.join(decode, 0.0)
+    assert [reason for _, reason in _waiting(registry)] == ["a prefill worker"]
+    registry.join(prefill, 0.0)
+    reasons = ["a warm link with a prefill worker", "a warm link with a decode worker"]
+    assert [reason for _, reason in _waiting(registry)] == reasons
+    registry.pair_ready(prefill.peer.worker, PairReady(decode.peer.worker, "tcp", 1.0))
+    assert [reason for _, reason in _waiting(registry)] == ["", ""]
 
 
 class Aborted(Exception):

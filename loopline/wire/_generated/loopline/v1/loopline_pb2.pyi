@@ -289,7 +289,7 @@ class Blocks(_message.Message):
     def __init__(self, free: _Optional[int] = ..., held: _Optional[int] = ..., cached: _Optional[int] = ..., quarantined: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("name", "role", "state", "pid", "address", "uuid", "epoch", "running", "waiting", "blocks", "handoffs", "ignored", "step", "heartbeat_age_s", "links", "budget", "metrics_address")
+    __slots__ = ("name", "role", "state", "pid", "address", "uuid", "epoch", "running", "waiting", "blocks", "handoffs", "ignored", "step", "heartbeat_age_s", "links", "budget", "metrics_address", "waits_for")
     class HandoffsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +321,7 @@ class Worker(_message.Message):
     LINKS_FIELD_NUMBER: _ClassVar[int]
     BUDGET_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
     name: str
     role: str
     state: str
@@ -338,7 +339,8 @@ class Worker(_message.Message):
     links: _containers.RepeatedCompositeFieldContainer[Link]
     budget: BudgetCounts
     metrics_address: str
-    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., step: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., budget: _Optional[_Union[BudgetCounts, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    waits_for: str
+    def __init__(self, name: _Optional[str] = ..., role: _Optional[str] = ..., state: _Optional[str] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., uuid: _Optional[str] = ..., epoch: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., blocks: _Optional[_Union[Blocks, _Mapping]] = ..., handoffs: _Optional[_Mapping[str, int]] = ..., ignored: _Optional[_Mapping[str, int]] = ..., step: _Optional[int] = ..., heartbeat_age_s: _Optional[float] = ..., links: _Optional[_Iterable[_Union[Link, _Mapping]]] = ..., budget: _Optional[_Union[BudgetCounts, _Mapping]] = ..., metrics_address: _Optional[str] = ..., waits_for: _Optional[str] = ...) -> None: ...
 
 class BudgetCounts(_message.Message):
     __slots__ = ("in_flight_bytes", "limit_bytes", "num_waiting", "waited_s")
