@@ -5,6 +5,7 @@ MODEL ?= tiny-ouro
 BIN := .venv/bin
 READY := .venv/ready
 TORCH := torch==2.13.0
+QUICK := not gpu and not soak and not index and not ray
 CONFIG_tiny-ouro := configs/local-cpu.yaml
 CONFIG_tiny-huginn := configs/local-cpu-huginn.yaml
 
@@ -20,10 +21,12 @@ demo: $(READY)
 	@test -n "$(CONFIG_$(MODEL))" || { echo "MODEL is $(MODEL); allowed: tiny-ouro, tiny-huginn" >&2; exit 2; }
 	$(BIN)/loopline demo $(CONFIG_$(MODEL))
 
-# Clusters are several processes each and come last, one at a time; all else shares the processors.
+# Clusters are several processes each and come last, two at a time: most of what they take is waiting. All else shares the
+# processors.
 test: check
-	$(BIN)/pytest -m "not gpu and not soak and not index and not ray" -n auto --maxprocesses 4 --dist loadfile --ignore tests/cluster
-	$(BIN)/pytest -m "not gpu and not soak and not index and not ray" tests/cluster
+	$(BIN)/pytest -m "$(QUICK)" -n auto --maxprocesses 4 --dist loadfile --ignore tests/cluster
+	$(BIN)/pytest -m "$(QUICK) and not alone" -n 2 --dist loadfile tests/cluster
+	$(BIN)/pytest -m "$(QUICK) and alone" tests/cluster
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -14,7 +14,7 @@ from loopline.errors import ConfigError
 from tests.support.cluster import Cluster, launched, wait_until, write_config
 from tests.support.golden import MODELS
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
 
 def test_arms_answer_alike_and_the_one_with_a_cache_finds_what_was_said(ouro: Cluster, tmp_path: Path) -> None:

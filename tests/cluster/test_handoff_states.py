@@ -41,7 +41,7 @@ otherwise. The checkpoint with the larger blocks is for the same case."""
 LARGER = MODELS / "tiny-ouro"
 MOST_LOADS = 20
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 
 PAIRS = [
     ("open", "reserved"),

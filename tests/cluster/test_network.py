@@ -30,7 +30,7 @@ Case = tuple[tuple[int, ...], int]  # prompt, max_tokens
 CASES: list[Case] = [(prompt_of(n, 40 + 24 * n), 120 + 16 * n) for n in range(6)]
 Expected = dict[tuple[int, ...], tuple[int, ...]]
 LONG: Case = (prompt_of(7, 400), 40)
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
 PREFILL: dict[str, object] = {"num_blocks": 64, "chunk_tokens": 16}
 DECODE: dict[str, object] = {"num_blocks": 192, "max_running": 16}
 

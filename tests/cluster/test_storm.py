@@ -20,6 +20,7 @@ from tests.support.soak import Case
 from tests.support.storm import SETTLE_S, Losses, Streams, Striker, Tally
 
 logger = logging.getLogger(__name__)
+pytestmark = pytest.mark.alone
 TEXT = (MODELS / "train_tiny.py").read_bytes()
 NUM_STREAMS = 32
 NUM_CASES = 8
@@ -68,7 +69,7 @@ def cases_of(engine: LocalEngine, max_tokens: int, loops: int) -> list[Case]:
 @pytest.mark.timeout(400)
 def test_a_storm_costs_no_token(tmp_path: Path, ouro_engine: LocalEngine) -> None:
     """Each kind of worker is killed and stopped."""
-    check_storm(tmp_path, cases_of(ouro_engine, max_tokens=100, loops=1), num_blows=4)
+    check_storm(tmp_path, cases_of(ouro_engine, max_tokens=100, loops=1), num_blows=4, every_s=5.0)
 
 
 @pytest.mark.soak
@@ -91,10 +92,10 @@ class Outcome:
     losses: Losses
 
 
-def check_storm(folder: Path, cases: list[Case], num_blows: int) -> None:
+def check_storm(folder: Path, cases: list[Case], num_blows: int, every_s: float = STRIKE_EVERY_S) -> None:
     config = write_config(folder / "cluster.yaml", MODELS / "tiny-ouro", **GROUPS)
     with launched(config, folder) as cluster:
-        outcome = asyncio.run(storm(cluster, cases, num_blows))
+        outcome = asyncio.run(storm(cluster, cases, num_blows, every_s))
         report(outcome, folder)
         wait_until(lambda: all(is_ready(cluster, name) for name in NAMES), "four ready workers", SETTLE_S)
         cluster.wait_idle(SETTLE_S)
@@ -107,13 +108,13 @@ def check_storm(folder: Path, cases: list[Case], num_blows: int) -> None:
     assert [name for name, text in logs.items() if "Traceback" in text] == []
 
 
-async def storm(cluster: Cluster, cases: list[Case], num_blows: int) -> Outcome:
+async def storm(cluster: Cluster, cases: list[Case], num_blows: int, every_s: float) -> Outcome:
     """Streams from before the first blow until some time after the last one, and all to their ends."""
     async with AsyncClient(cluster.address) as client:
         streams, striker = Streams(client, cases), Striker(client)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(streams.run(NUM_STREAMS))
-            await striker.strike(num_blows, STRIKE_EVERY_S)
+            await striker.strike(num_blows, every_s)
             streams.end()
     return Outcome(streams.tally, striker.losses)
 

@@ -52,16 +52,16 @@ def snapshots(draw: st.DrawFn) -> ClusterSnapshot:
 @st.composite
 def rows_of(draw: st.DrawFn, worker: Register, decode: list[Register], number: int) -> Assigned:
     is_decode = worker.role.generates
-    known = draw(st.integers(1, 40))
+    known, most = draw(st.integers(1, 40)), draw(st.integers(1, 60))
     return Assigned(
         f"{worker.peer.name}/{number}",
         known,
-        draw(st.integers(1, 60)),
+        most,
         draw(st.integers(1, 50)),
         worker.role is Role.DECODE and draw(st.booleans()),
         None if is_decode else draw(st.sampled_from(decode)).peer.worker,
         not draw(st.integers(0, 5)),
-        num_started_tokens=draw(st.integers(1, known)),
+        num_started_tokens=draw(st.integers(1, min(known, most))),  # what needs KV is never less than what was given
     )
 
 
