@@ -304,6 +304,7 @@ class Registry:
             links=tuple(member.links.values()),
             refused=member.refused,
             heartbeat_age_s=now_s - member.heard_at_s,
+            link_failure=next(reversed(member.failed_pairs.values()), ""),
         )
 
     @property

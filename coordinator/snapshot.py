@@ -62,6 +62,7 @@ class WorkerView:
     refused: bool  # it said "no room" since its last heartbeat
     heartbeat_age_s: float
     metrics_address: str = ""  # HOST:PORT of its metrics; "": it serves none
+    link_failure: str = ""  # why the last link that failed did; "": none has since it was tried again
 
     @property
     def worker(self) -> WorkerId:
@@ -156,9 +157,10 @@ class ClusterSnapshot:
         if not others:
             return f"a {role.value} worker"
         if any(other.group == view.group for other in others):
-            return f"a warm link with a {role.value} worker"
+            failure = f" (the last try failed: {view.link_failure})" if view.link_failure else ""
+            return f"a warm link with a {role.value} worker{failure}"
         difference = view.group.first_difference(others[0].group)
-        return f"a {role.value} worker with the same KV ({others[0].peer.name} has not: {difference})"
+        return f"a {role.value} worker with the same KV ({others[0].peer.name} differs in {difference})"
 
     def arena_tokens(self) -> int | None:
         """Tokens of the largest request that some pairing group can run; None while no group can run any."""

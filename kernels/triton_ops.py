@@ -17,7 +17,7 @@ from kernels.ops import AttentionPlan, DecodePlan, RopeStyle
 _MOST_MATVEC_ROWS = 2
 _MOST_SKINNY_ROWS = 32
 _MOST_SKINNY_WEIGHTS = 24_000_000
-"""Elements of a weight matrix; for larger ones cuBLAS's own tiles keep the memory busy."""
+"""Elements of a weight matrix; for larger ones cuBLAS's own tiles keep the memory busy, if they give many features."""
 
 
 @dataclass(frozen=True)

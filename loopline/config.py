@@ -34,12 +34,11 @@ from loopline.config_sections import (
     UnifiedConfig,
     WorkerGroup,
 )
-from loopline.config_words import file_fault, shown
 from loopline.errors import ConfigError
 from loopline.faults import FaultList, check_workers, faults_of
 from loopline.hosts import clean_host, is_every_host
 from loopline.identity import Role
-from loopline.schema_words import cross_fault, keys_of
+from loopline.schema_words import cross_fault, fault_text, key_text, keys_of, shown
 from loopline.security import (
     Access,
     ClusterSecurity,
@@ -335,8 +334,10 @@ def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: {_yaml_fault(error)}") from error
+    except RecursionError:
+        raise ConfigError(f"{file}: nested too deeply") from None
     if not isinstance(raw, dict):
-        held = "text" if isinstance(raw, str) else repr(raw)  # text may be that of a file of secrets
+        held = "text" if isinstance(raw, str) else shown(raw)  # text may be that of a file of secrets
         raise ConfigError(f"{file}: holds {held}; allowed: a mapping with the keys {keys_of(ClusterConfig)}")
     raw.setdefault("name", file.stem)
     try:
@@ -345,7 +346,8 @@ def load_config(path: str | Path, *, with_clients: bool = True) -> ClusterConfig
         _check_secrets(config, datetime.datetime.now(datetime.UTC), with_clients)
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
-        raise ConfigError(f"{file}: {file_fault(ClusterConfig, fault)}") from None  # its own text may hold a secret
+        text = fault_text(ClusterConfig, fault, secret=("security",))
+        raise ConfigError(f"{file}: {text}") from None  # its own text may hold a secret
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     return config
@@ -359,7 +361,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if key.value in seen:
-                    raise yaml.MarkedYAMLError(None, None, f"{shown(key.value)} is there twice", key.start_mark)
+                    raise yaml.MarkedYAMLError(None, None, f"{_twice(key.value)} is there twice", key.start_mark)
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -370,6 +372,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         except (ValueError, KeyError, AttributeError):
             kind = node.tag.rpartition(":")[2]
             raise yaml.MarkedYAMLError(None, None, f"not a value of the type {kind}", node.start_mark) from None
+
+
+def _twice(key: str) -> str:
+    text = key_text(key)
+    return f"the key {key!r}" if text == key else text
 
 
 def _yaml_fault(error: yaml.YAMLError) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-from loopline.schema_words import cross_error, cross_fault
+from loopline.schema_words import cross_error, cross_fault, key_text, shown
 from loopline.settings import FaultSettings
 
 PUSH_KINDS = ("fail_push", "fail_handle", "corrupt_push", "delay_push", "drop_push")
@@ -165,11 +165,10 @@ def _read(place: str, entry: object) -> FaultConfig:
     except ValidationError as error:
         found: Any = error.errors(include_url=False)[0]
         key = str(found["loc"][0])
-        if found["type"] == "extra_forbidden":
-            raise cross_error("{key}: no such key; allowed: {allowed}", key=f"{place}.{key}", allowed=_keys()) from None
+        if found["type"] in ("extra_forbidden", "invalid_key"):
+            raise cross_error(f"{place}.{key_text(key)}: no such key; allowed: {_keys()}") from None
         if found["type"] == "missing":
-            needed = _SHAPES[key]
-            raise cross_error("{key} is missing; needed: {needed}", key=f"{place}.{key}", needed=needed) from None
+            raise cross_error(f"{place}.{key} is missing; needed: {_SHAPES[key]}") from None
         raise _error(f"{place}.{key}", found["input"], _SHAPES[key]) from None
 
 
@@ -227,7 +226,7 @@ def _wrong_rate(fault: FaultConfig) -> _Fault | None:
 
 
 def _error(key: str, value: object, allowed: str) -> PydanticCustomError:
-    return cross_fault(key, repr(value), allowed)
+    return cross_fault(key, shown(value), allowed)
 
 
 def _keys() -> str:

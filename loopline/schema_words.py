@@ -1,18 +1,26 @@
-"""What may stand at a place of a pydantic schema, and what is wrong there, in words for people."""
+"""What may stand at a place of a pydantic schema, and what is wrong there: one line for people.
 
+A key that should not be there, and a value, may be a token in the wrong place: what looks like one is not shown, nor is
+any value below the keys that are named secret.
+"""
+
+import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 from pydantic_core import PydanticCustomError
 
+from loopline.security import MIN_TOKEN_CHARS
+
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-_CROSS = "cross_check"
-_MOST_CHARS = 60
+_CROSS, _INNER = "cross_check", "inner_check"
+_MOST_CHARS = 120
+_LIKE_A_TOKEN = re.compile(rf"(?!UCX_)[A-Za-z0-9_+/=~-]{{{MIN_TOKEN_CHARS},}}")
 
 
 @dataclass(frozen=True)
@@ -22,14 +30,29 @@ class Words:
     text: str
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a fault is: its key as it is shown, and the type there with what constrains it."""
+
+    key: str
+    annotation: Any
+    constraints: Sequence[Any] = ()
+
+
+def cross_error(text: str) -> PydanticCustomError:
+    """An error that is shown as this text."""
+    return PydanticCustomError(_CROSS, "{text}", {"text": text})
+
+
 def cross_fault(key: str, value: object, allowed: str) -> PydanticCustomError:
-    """The error of a key whose value does not fit others; `key` is the whole of it, and the text is shown as it is."""
-    return cross_error("{key} is {value}; allowed: {allowed}", key=key, value=value, allowed=allowed)
+    """The error of a key whose value does not fit others. `key` is the whole of it; text is shown without quotes."""
+    plain = value if isinstance(value, str) and value.isprintable() else shown(value)
+    return cross_error(f"{key} is {plain}; allowed: {allowed}")
 
 
-def cross_error(template: str, **context: object) -> PydanticCustomError:
-    """An error whose text is the template filled, as it is."""
-    return PydanticCustomError(_CROSS, template, context)
+def inner_fault(key: str, value: object, allowed: str) -> PydanticCustomError:
+    """The same, of a key that lies in the mapping which is validated."""
+    return PydanticCustomError(_INNER, "{text}", {"text": f"{key} is {shown(value)}; allowed: {allowed}"})
 
 
 def keys_of(schema: type[BaseModel]) -> str:
@@ -38,60 +61,78 @@ def keys_of(schema: type[BaseModel]) -> str:
 
 
 def fault_text(
-    schema: type[BaseModel],
-    fault: Any,
-    *,
-    key_text: Callable[[str], str] = str,
-    value_text: Callable[[object], str] = repr,
-    more_keys: Sequence[str] = (),
+    schema: type[BaseModel], fault: Any, *, more_keys: Sequence[str] = (), secret: Collection[str] = ()
 ) -> str:
-    """One of a validation error's `errors()` as one sentence: key, value, and what is allowed.
+    """One of a validation error's `errors()`: key, value, and what is allowed.
 
-    `key_text`, `value_text`: how a key that should not be there, and a value, are shown. `more_keys`: allowed beside
-    those of `schema`.
+    `more_keys`: allowed beside those of `schema`. `secret`: keys of `schema` below which no value is shown.
     """
-    if fault["type"] == _CROSS:
+    kind, loc = fault["type"], fault["loc"]
+    if kind == _CROSS:
         return str(fault["msg"])
-    loc = [shortened(str(part)) for part in _plain(schema, fault["loc"])]
-    key = ".".join(loc)
-    if fault["type"] == "value_error":  # of a check over several keys of one mapping
-        return f"{key}.{fault['msg'].removeprefix('Value error, ')}"
-    if fault["type"] in ("extra_forbidden", "invalid_key"):
-        allowed = [keys_of(_without_null(_at(schema, loc[:-1])[0])), *(more_keys if len(loc) == 1 else ())]
-        return f"{'.'.join([*loc[:-1], key_text(loc[-1])])}: no such key; allowed: {', '.join(allowed)}"
-    is_key = "[key]" in fault["loc"]
-    words = _words(*_at(schema, loc[:-1] if is_key else loc))
-    if fault["type"] == "missing":
-        return f"{key} is missing; needed: {words}"
-    if words == _KINDS[str] and not isinstance(fault["input"], str | None):
-        words += " (quote numbers)"
-    return f"{key} is {value_text(fault['input'])}; allowed: {words}"
+    is_no_key = kind in ("extra_forbidden", "invalid_key")
+    place = _place(schema, loc[:-1] if is_no_key else loc)
+    if kind == _INNER:
+        return f"{place.key}.{fault['msg']}" if loc else str(fault["msg"])
+    if is_no_key:
+        allowed = [keys_of(_without_null(place.annotation)), *(more_keys if len(loc) == 1 else ())]
+        above = f"{place.key}." if place.key else ""
+        return f"{above}{key_text(str(loc[-1]))}: no such key; allowed: {', '.join(allowed)}"
+    words = _words(place.annotation, place.constraints)
+    if kind == "missing":
+        return f"{place.key} is missing; needed: {words}"
+    if words.startswith(_KINDS[str]) and isinstance(fault["input"], int | float):
+        words = words.replace(_KINDS[str], "text (quote numbers)", 1)
+    is_secret = bool(loc) and loc[0] in secret
+    value = f"of type {type(fault['input']).__name__}" if is_secret else shown(fault["input"])
+    return f"{place.key} is {value}; allowed: {words}"
 
 
-def shortened(text: str) -> str:
-    """Cut where it is long."""
+def key_text(key: str) -> str:
+    """A key for people."""
+    if _LIKE_A_TOKEN.fullmatch(key):
+        return f"a key of {len(key)} characters"
+    return _shortened(key if key.isprintable() else repr(key))
+
+
+def shown(value: object) -> str:
+    """A value for people."""
+    if isinstance(value, str) and _LIKE_A_TOKEN.fullmatch(value):
+        return f"text of {len(value)} characters"
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of too many digits, or nested too deeply
+        return f"a value of type {type(value).__name__}"
+    if isinstance(value, Mapping | list) and len(text) >= MIN_TOKEN_CHARS:
+        return f"a mapping of {len(value)} keys" if isinstance(value, Mapping) else f"a list of {len(value)} values"
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}..."
 
 
-def _plain(schema: type[BaseModel], loc: Sequence[Any]) -> list[Any]:
-    """A location without what pydantic adds: marks of keys, and names of the kinds of a union."""
-    plain = [part for part in loc if part != "[key]"]
-    ends = (n for n in range(1, len(plain)) if _is_union(_without_null(_at(schema, plain[:n])[0])))
-    return plain[: next(ends, len(plain))]
-
-
-def _at(schema: type[BaseModel], loc: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The type at a location, and what constrains it."""
-    found: Any = schema
-    constraints: list[Any] = []
-    for part in loc:
+def _place(schema: type[BaseModel], loc: Sequence[Any]) -> _Place:
+    """Without what pydantic adds to a location: the mark of a mapping's key, and the kinds of a union."""
+    found, constraints = schema, []
+    parts: list[str] = []
+    for index, part in enumerate(loc):
         inner = _without_null(found)
         if _is_schema(inner):
             field = inner.model_fields[str(part)]
+            parts.append(str(part))
             found, constraints = field.annotation, list(field.metadata)
-        else:  # of a list or a mapping
-            found, constraints = typing.get_args(inner)[-1], []
-    return found, constraints
+        elif typing.get_origin(inner) is list:
+            parts.append(str(part))
+            found, constraints = typing.get_args(inner)[0], []
+        elif typing.get_origin(inner) in (dict, Mapping):
+            parts.append(key_text(str(part)))
+            if loc[index + 1 :] == ("[key]",):
+                break
+            found, constraints = typing.get_args(inner)[1], []
+        else:
+            break
+    return _Place(".".join(parts), found, constraints)
 
 
 def _without_null(annotation: Any) -> Any:
@@ -119,15 +160,25 @@ def _words(annotation: Any, constraints: Sequence[Any]) -> str:
     if own is not None:
         return own
     if _is_union(annotation):
-        return " or ".join(_words(arg, () if arg is type(None) else constraints) for arg in args)
+        kinds = sorted(args, key=lambda kind: _is_schema(_without_null(kind)))  # the one with a list of keys last
+        return " or ".join(_words(kind, () if kind is type(None) else constraints) for kind in kinds)
     if origin is Literal:
         return " or ".join(str(arg).lower() if isinstance(arg, bool) else str(arg) for arg in args)
     if origin in (dict, Mapping):
         name = "NAME" if args[0] is str else _words(args[0], ())
         return f"a mapping of {name} to {'text (quote numbers)' if args[1] is str else _words(args[1], ())}"
-    if origin in (list, tuple):
+    if origin is list:
         return f"a list of values, each {_words(args[0], ())}"
     if _is_schema(annotation):
         return f"a mapping with the keys {keys_of(annotation)}"
-    bounds = [f"{_BOUNDS[key]} {getattr(one, key)}" for one in constraints for key in _BOUNDS if hasattr(one, key)]
+    bounds = [
+        f"{_BOUNDS[key]} {_number(getattr(one, key))}" for one in constraints for key in _BOUNDS if hasattr(one, key)
+    ]
+    if any(getattr(one, "min_length", 0) for one in constraints):
+        bounds.append("not empty")
     return ", ".join([_KINDS[annotation], *bounds])
+
+
+def _number(bound: float) -> str:
+    is_whole = isinstance(bound, int) or (bound.is_integer() and bound < 1e15)
+    return str(int(bound)) if is_whole else f"{bound:g}"

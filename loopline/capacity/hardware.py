@@ -10,6 +10,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from loopline.errors import ConfigError
+from loopline.schema_words import inner_fault
 
 Rate = Annotated[float, Field(ge=1, le=1e20)]
 """Bytes or operations a second."""
@@ -36,7 +37,7 @@ class Link(_Record):
     @model_validator(mode="after")
     def _is_below_its_peak(self) -> "Link":
         if self.bytes_per_s > self.peak_bytes_per_s:
-            raise ValueError(f"bytes_per_s is {self.bytes_per_s:g}; allowed: up to peak_bytes_per_s")
+            raise inner_fault("bytes_per_s", self.bytes_per_s, "up to peak_bytes_per_s")
         return self
 
     def floor_s(self, num_bytes: float) -> float:

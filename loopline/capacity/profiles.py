@@ -21,7 +21,7 @@ from loopline.capacity.hardware import Link, Profile
 from loopline.capacity.reports import EngineReport, TransferReport
 from loopline.errors import ConfigError
 from loopline.model_spec import ModelSpec
-from loopline.schema_words import fault_text, shortened
+from loopline.schema_words import fault_text, shown
 
 _HOPPER_FLOPS = {"bf16": 760e12, "fp32": 50e12}  # fp32 as it is spoken of: no tensor cores; bf16 measured
 _INFINIBAND = Link(peak_bytes_per_s=50e9, bytes_per_s=45e9, push_s=0.6e-3)  # NDR: 400 Gbit/s
@@ -171,7 +171,7 @@ def _laid_over(path: Path, content: dict[str, Any], base: Profile) -> Profile:
     if content.get("base") is not None:
         named = content["base"]
         if not isinstance(named, str) or named not in PROFILES:
-            raise ConfigError(f"base is {_shown(named)}; allowed: {', '.join(PROFILES)}")
+            raise ConfigError(f"base is {shown(named)}; allowed: {', '.join(PROFILES)}")
         below = PROFILES[named]
     under = below.model_dump()
     values = under | {"name": path.stem, "source": str(path)} | own
@@ -187,12 +187,4 @@ def _laid_over(path: Path, content: dict[str, Any], base: Profile) -> Profile:
 
 
 def _fault(schema: type[BaseModel], error: ValidationError, more_keys: Sequence[str] = ()) -> str:
-    fault = error.errors(include_url=False, include_context=False)[0]
-    return fault_text(schema, fault, key_text=shortened, value_text=_shown, more_keys=more_keys)
-
-
-def _shown(value: object) -> str:
-    try:
-        return shortened(repr(value))
-    except (ValueError, RecursionError):  # an integer of too many digits, or nested too deeply
-        return f"a value of type {type(value).__name__}"
+    return fault_text(schema, error.errors(include_url=False, include_context=False)[0], more_keys=more_keys)

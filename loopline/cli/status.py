@@ -40,7 +40,7 @@ def status(
             console.width = _FILE_WIDTH
         console.print(_table(found))
         for line in details(found):
-            console.print(line)
+            console.print(line, markup=False, soft_wrap=True)
         serving = "serving" if found.serving else "not serving"
         console.print(
             f"{serving}; {found.running} running, {found.queued} queued; epoch {found.epoch}", highlight=False

@@ -75,7 +75,7 @@ def test_workers_of_another_kv_take_no_part(ouro: Cluster, ouro_engine: LocalEng
             assert answer.finished is not None and answer.finished.route.decode == "decode-0"
         assert {ouro.workers()[name].state for name in names} == {"starting"}
         reasons = [ouro.workers()[name].waits_for for name in names]
-        assert "prefill-0 has not: block_size: 32 here, 16 there" in reasons[0] and "weights: " in reasons[1]
+        assert "prefill-0 differs in block_size: 32 here, 16 there" in reasons[0] and "weights: " in reasons[1]
         assert {link.peer for link in ouro.workers()["prefill-0"].links} == {"decode-0"}
         log = (run_folder(ouro) / "coordinator.log").read_text(encoding="utf-8")
         for name, field in zip(names, ("block_size: 32 here, 16 there", "weights: "), strict=True):

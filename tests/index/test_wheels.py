@@ -78,4 +78,4 @@ def test_the_pins_fit_the_torch_of_the_index(tmp_path: Path) -> None:
     found = _versions(_resolve(tmp_path, "x86_64", "3.11", constraints, [torch, *_requirements("dev")]))
     pins = _pins(constraints)
     assert found["torch"] == torch.split("==")[1] and any(name.startswith("nvidia-") for name in found)
-    assert all(version == pins[name] for name, version in found.items() if name in pins)
+    assert [name for name in found if name not in pins and not name.startswith(("nvidia-", "cuda-"))] == []

@@ -18,6 +18,7 @@ from kernels.skinny_linear import (
     skinny_linear,
     skinny_linear_tuned,
 )
+from kernels.triton_ops import TritonOps
 
 ROUNDING = 1.2e-2 if INTERPRETED else 5e-3
 """Of a result relative to itself: half a unit in the last place, or a whole one in the interpreter, which truncates."""
@@ -221,3 +222,26 @@ def test_overlapping_launches_see_each_others_results(num_rows: int) -> None:
         got.fill_(float("nan"))
         graph.replay()
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "shape", "is_ours"),
+    [
+        (8, (6144, 2048), True),
+        (32, (5280, 17920), True),
+        (32, (5280, 10560), True),
+        (32, (15840, 5280), False),
+        (8, (5280, 5280), False),
+        (8, (65536, 5280), False),
+        (33, (2048, 5632), False),
+    ],
+)
+def test_small_products_are_ours_and_large_ones_that_give_fewer_features_than_they_sum_over(
+    num_rows: int, shape: tuple[int, int], is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Ouro's and Huginn's; by measurements of docs/performance.md."""
+    ours: list[torch.Size] = []
+    monkeypatch.setattr("kernels.skinny_linear.skinny_linear", lambda x, weight: ours.append(weight.shape))
+    x, weight = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((num_rows, shape[1]), shape))
+    TritonOps().linear(x, weight)
+    assert bool(ours) is is_ours

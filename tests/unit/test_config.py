@@ -201,6 +201,12 @@ def test_a_fault_names_key_value_and_what_is_allowed(tmp_path: Path, text: str, 
         ("{model: {path: x}, name: !!timestamp x}", "not a value of the type timestamp"),
         (f"{{model: {{path: x}}, security: {{{'S' * 40}: 1}}}}", "security.a key of 40 characters: no such key"),
         (f"{{model: {{path: x}}, {'S' * 40}: 1, {'S' * 40}: 2}}", "a key of 40 characters is there twice"),
+        (
+            f"{{model: {{path: x}}, kv: {{block_size: -0x{'f' * 5000}}}}}",
+            "kv.block_size is a value of type int; allowed:",
+        ),
+        (f"0x{'f' * 5000}", "holds a value of type int; allowed: a mapping"),
+        (f"name: {'[' * 5000}", "nested too deeply"),
     ],
 )
 def test_what_cannot_even_be_read_is_a_fault_of_the_file(tmp_path: Path, text: str, expected: str) -> None:

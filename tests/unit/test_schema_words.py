@@ -1,15 +1,23 @@
 """A validation error of any schema as one sentence: the key, the value, and what is allowed there."""
 
+import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from loopline.schema_words import Words, cross_fault, fault_text
+from loopline.capacity.hardware import Profile
+from loopline.capacity.reports import EngineReport, TransferReport
+from loopline.config import ClusterConfig
+from loopline.faults import FaultConfig
+from loopline.schema_words import Words, _words, cross_fault, fault_text, inner_fault
 
 Small = Annotated[int, Field(ge=1, lt=8)]
 Code = Annotated[str, Field(pattern="^[A-Z]$"), Words("one of A to Z")]
+
+
+BY_CODE = "by_code.[key] is '[key]'; allowed: a mapping of one of A to Z to a mapping with the keys size, kind"
 
 
 class Strict(BaseModel):
@@ -27,8 +35,14 @@ class Part(Strict):
     @model_validator(mode="after")
     def _fits(self) -> "Part":
         if self.size == 7:
-            raise ValueError("size is 7; allowed: even where kind is a")
+            raise inner_fault("size", self.size, "even where kind is a")
         return self
+
+
+class Secret(Strict):
+    """What is in it is not shown."""
+
+    key: int = 0
 
 
 class Whole(Strict):
@@ -40,10 +54,11 @@ class Whole(Strict):
     parts: list[Part] = Field(default_factory=list)
     by_code: Mapping[Code, Part] = Field(default_factory=dict)
     texts: dict[str, str] = Field(default_factory=dict)
+    secret: Secret | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> "Whole":
-        if self.name == "wrong":
+        if self.name.startswith("wrong"):
             raise cross_fault("name", self.name, "right")
         return self
 
@@ -55,7 +70,7 @@ class Whole(Strict):
         ({"name": "wrong"}, "name is wrong; allowed: right"),
         ({"ratio": "x"}, "ratio is 'x'; allowed: a whole number, at least 1, below 8 or a number or null"),
         ({"part": {}}, "part.size is missing; needed: a whole number, at least 1, below 8"),
-        ({"part": 3}, "part is 3; allowed: a mapping with the keys size, kind or null"),
+        ({"part": 3}, "part is 3; allowed: null or a mapping with the keys size, kind"),
         ({"part": {"size": 1, "depth": 2}}, "part.depth: no such key; allowed: size, kind"),
         ({"part": {"size": 7}}, "part.size is 7; allowed: even where kind is a"),
         ({"part": {"size": 1, "kind": False}}, "part.kind is False; allowed: a or true"),
@@ -70,12 +85,46 @@ class Whole(Strict):
         ({"by_code": 3}, "by_code is 3; allowed: a mapping of one of A to Z to a mapping with the keys size, kind"),
         ({"texts": {"a": 1}}, "texts.a is 1; allowed: text (quote numbers)"),
         ({"texts": {7: "a"}}, "texts.7 is 7; allowed: a mapping of NAME to text (quote numbers)"),
-        ({"x" * 100: 1}, f"{'x' * 60}...: no such key; allowed: name, ratio, part, parts, by_code, texts, more"),
-        ({5: 1}, "5: no such key; allowed: name, ratio, part, parts, by_code, texts, more"),
+        (
+            {"x" * 100: 1},
+            "a key of 100 characters: no such key; allowed: name, ratio, part, parts, by_code, texts, secret, m",
+        ),
+        ({"[key]": 1}, "[key]: no such key; allowed: name, ratio, part, parts, by_code, texts, secret, m"),
+        ({"part": {"size": 1, "[key]": 1}}, "part.[key]: no such key; allowed: size, kind"),
+        ({"texts": {"[key]": 1}}, "texts.[key] is 1; allowed: text (quote numbers)"),
+        ({"by_code": {"[key]": {}}}, BY_CODE),
+        (
+            {"a b" * 100: 1},
+            f"{'a b' * 40}...: no such key; allowed: name, ratio, part, parts, by_code, texts, secret, m",
+        ),
+        ({"a\nb": 1}, "'a\\nb': no such key; allowed: name, ratio, part, parts, by_code, texts, secret, m"),
+        ({"name": "wrong{allowed}"}, "name is wrong{allowed}; allowed: right"),
+        ({"name": "wrong\n"}, "name is 'wrong\\n'; allowed: right"),
+        (
+            {"ratio": "t0ken" * 8},
+            "ratio is text of 40 characters; allowed: a whole number, at least 1, below 8 or",
+        ),
+        ({"name": {"t0ken" * 8: 1}}, "name is a mapping of 1 keys; allowed: text"),
+        (
+            {"ratio": -(10**5000)},
+            "ratio is a value of type int; allowed: a whole number, at least 1, below 8 or a number",
+        ),
+        ({"secret": {"key": "pass"}}, "secret.key is of type str; allowed: a whole number"),
+        ({"secret": "pass"}, "secret is of type str; allowed: null or a mapping with the keys key"),
+        ({5: 1}, "5: no such key; allowed: name, ratio, part, parts, by_code, texts, secret, m"),
     ],
 )
 def test_each_fault_is_one_sentence(value: Any, words: str) -> None:
     with pytest.raises(ValidationError) as raised:
         Whole.model_validate(value)
     fault = raised.value.errors(include_url=False)[0]
-    assert fault_text(Whole, fault, more_keys=["more"]) == words
+    assert fault_text(Whole, fault, more_keys=["more"], secret=["secret"]).startswith(words)
+
+
+@pytest.mark.parametrize("schema", [ClusterConfig, FaultConfig, Profile, EngineReport, TransferReport])
+def test_every_field_has_words(schema: type[BaseModel]) -> None:
+    for field in schema.model_fields.values():
+        assert _words(field.annotation, field.metadata)
+        for part in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(part, type) and issubclass(part, BaseModel):
+                test_every_field_has_words(part)

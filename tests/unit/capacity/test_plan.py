@@ -283,7 +283,7 @@ def test_a_file_is_laid_over_a_profile(tmp_path: Path) -> None:
         ),
         (
             {"links": {"nvlink": {**LINK, "bytes_per_s": 3e10}}},
-            "bytes_per_s is 3e.10; allowed: up to peak_b",
+            "links.nvlink.bytes_per_s is 30000000000.0; allowed: up to pe",
         ),
         ({"links": [1]}, "links is .1.; allowed: a mapping of NAME to a mapping with the keys"),
         ({"flops_per_s": {"bf16": "x"}}, "flops_per_s.bf16 is 'x'; allowed: a number, at least 1"),

@@ -13,7 +13,7 @@ from coordinator.snapshot import WorkerView
 from decode_worker.service import DecodePeering
 from loopline.engine.engine import Engine
 from loopline.identity import Fingerprint, RegionManifest, Role
-from loopline.messages import Connect, Connected, PairReady
+from loopline.messages import Connect, Connected, PairFailed, PairReady
 from loopline.settings import EngineSettings
 from loopline.wire import convert
 from prefill_worker.policy import PrefillPolicy
@@ -48,8 +48,8 @@ def test_a_worker_that_differs_in_one_field_stays_apart(name: str, make: Any, ca
     assert answer == Joined(None, ())  # in, and paired with nobody
     assert f"{name}: " in caplog.text
     waiting = {view.peer.name: reason for view, reason in _waiting(registry)}
-    assert f"a decode worker with the same KV (decode-0 has not: {name}: " in waiting["prefill-0"]
-    assert f"a prefill worker with the same KV (prefill-0 has not: {name}: " in waiting["decode-0"]
+    assert f"a decode worker with the same KV (decode-0 differs in {name}: " in waiting["prefill-0"]
+    assert f"a prefill worker with the same KV (prefill-0 differs in {name}: " in waiting["decode-0"]
     assert not registry.pair_ready(prefill.peer.worker, PairReady(decode.peer.worker, "tcp", 1.0))
 
 
@@ -66,6 +66,11 @@ def test_what_a_worker_waits_for_is_said_until_it_has_a_warm_link() -> None:
     registry.join(prefill, 0.0)
     reasons = ["a warm link with a prefill worker", "a warm link with a decode worker"]
     assert [reason for _, reason in _waiting(registry)] == reasons
+    registry.pair_failed(prefill.peer.worker, PairFailed(decode.peer.worker, "no route"))
+    assert dict(zip(("decode", "prefill"), (reason for _, reason in _waiting(registry)), strict=True)) == {
+        "decode": "a warm link with a prefill worker",
+        "prefill": "a warm link with a decode worker (the last try failed: no route)",
+    }
     registry.pair_ready(prefill.peer.worker, PairReady(decode.peer.worker, "tcp", 1.0))
     assert [reason for _, reason in _waiting(registry)] == ["", ""]
 
