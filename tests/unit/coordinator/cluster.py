@@ -86,6 +86,8 @@ class HasWorkers(Protocol):
     @property
     def workers(self) -> "dict[str, ScriptedWorker]": ...
 
+    def is_prefilling(self, worker: WorkerId, request_id: str) -> bool: ...
+
 
 @dataclass
 class ScriptedWorker:
@@ -203,11 +205,23 @@ class ScriptedWorker:
         await self.send(Prefilled(command.key, command.request.attempt, row, STATS))
         target = self.cluster.workers.get(command.target.name)
         if row.finish is None and target is not None:
-            target._tasks.append(asyncio.ensure_future(target._decode(command.key, row.position)))
+            target._tasks.append(asyncio.ensure_future(target._decode_after(self, command.key, row.position)))
+
+    async def _decode_after(self, prefill: "ScriptedWorker", key: HandoffKey, position: int) -> None:
+        """Its tokens come on another stream than what the prefill worker says of the prompt, and in real life later."""
+
+        def is_heard() -> bool:
+            return not (self._holds(key) and self.cluster.is_prefilling(prefill.worker, key.request_id))
+
+        await until(is_heard, "the coordinator knows that the prompt is computed")
+        await self._decode(key, position)
+
+    def _holds(self, key: HandoffKey) -> bool:
+        return self.held.get(key.request_id, (None,))[0] == key
 
     async def _decode(self, key: HandoffKey, position: int) -> None:
         first = position
-        while self.held.get(key.request_id, (None,))[0] == key:
+        while self._holds(key):
             request = self.held[key.request_id][1]
             if self.pause_at is not None and position - first >= self.pause_at and request.params.max_tokens > 2:
                 await self.go_on.wait()
@@ -238,6 +252,11 @@ class ScriptedCluster:
         prefill, decode = self.attach("prefill-0"), self.attach("decode-0", **options)
         await until(lambda: self.dispatcher.readiness.serving, "serving")
         return prefill, decode
+
+    def is_prefilling(self, worker: WorkerId, request_id: str) -> bool:
+        """Whether the coordinator waits for this worker's word that the prompt is computed."""
+        view = self.dispatcher.snapshot().find(worker)
+        return view is not None and any(row.request_id == request_id for row in view.assigned)
 
     async def until_idle(self) -> None:
         def is_idle() -> bool:
