@@ -20,6 +20,7 @@ from loopline.errors import (
     RequestTooLarge,
     WorkerLost,
 )
+from loopline.identity import Role, WorkerState
 from loopline.launcher_messages import LauncherReport
 from loopline.messages import TokenRow
 from loopline.request import FinishReason, Request
@@ -116,12 +117,27 @@ def status_message(
 ) -> Any:
     return loopline_pb2.Status(
         launcher=None if launcher is None else _launcher(launcher),
-        workers=[_worker(view, snapshot.waits_for(view)) for view in snapshot.workers],
+        workers=[_worker(view, snapshot) for view in snapshot.workers],
         queued=queued,
         running=running,
         serving=serving,
         epoch=epoch,
     )
+
+
+def waits_for(view: WorkerView, snapshot: ClusterSnapshot) -> str:
+    """Why a worker that has joined takes no request yet; empty for others."""
+    if view.state is not WorkerState.STARTING:
+        return ""
+    role = Role.DECODE if view.role is Role.PREFILL else Role.PREFILL
+    others = [other for other in snapshot.with_role(role) if other.state is not WorkerState.DRAINING]
+    if not others:
+        return f"a {role.value} worker"
+    if any(other.group == view.group for other in others):
+        failure = f" (the last try failed: {view.link_failure})" if view.link_failure else ""
+        return f"a warm link with a {role.value} worker{failure}"
+    difference = view.group.first_difference(others[0].group)
+    return f"a {role.value} worker with the same KV ({others[0].peer.name} differs in {difference})"
 
 
 def _launcher(report: LauncherReport) -> Any:
@@ -148,7 +164,7 @@ def _token(row: TokenRow) -> Any:
     return token
 
 
-def _worker(view: WorkerView, waits_for: str) -> Any:
+def _worker(view: WorkerView, snapshot: ClusterSnapshot) -> Any:
     message = loopline_pb2.Worker(
         name=view.peer.name,
         role=view.role.value,
@@ -159,7 +175,7 @@ def _worker(view: WorkerView, waits_for: str) -> Any:
         epoch=view.worker.epoch,
         heartbeat_age_s=view.heartbeat_age_s,
         metrics_address=view.metrics_address,
-        waits_for=waits_for,
+        waits_for=waits_for(view, snapshot),
         links=[
             loopline_pb2.Link(
                 peer=link.decode_name, transport=link.transport, bytes_per_s=link.bytes_per_s, is_slow=link.is_slow

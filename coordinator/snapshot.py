@@ -148,20 +148,6 @@ class ClusterSnapshot:
     def find(self, worker: WorkerId) -> WorkerView | None:
         return next((view for view in self.workers if view.worker == worker), None)
 
-    def waits_for(self, view: WorkerView) -> str:
-        """Why a worker that has joined takes no request yet; empty for others."""
-        if view.state is not WorkerState.STARTING:
-            return ""
-        role = Role.DECODE if view.role is Role.PREFILL else Role.PREFILL
-        others = [other for other in self.with_role(role) if other.state is not WorkerState.DRAINING]
-        if not others:
-            return f"a {role.value} worker"
-        if any(other.group == view.group for other in others):
-            failure = f" (the last try failed: {view.link_failure})" if view.link_failure else ""
-            return f"a warm link with a {role.value} worker{failure}"
-        difference = view.group.first_difference(others[0].group)
-        return f"a {role.value} worker with the same KV ({others[0].peer.name} differs in {difference})"
-
     def arena_tokens(self) -> int | None:
         """Tokens of the largest request that some pairing group can run; None while no group can run any."""
         most: dict[Fingerprint, dict[Role, int]] = {}

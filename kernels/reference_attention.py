@@ -80,7 +80,8 @@ class QueryGroups:
 
 
 def group_queries(plan: AttentionPlan, arena: Tensor) -> tuple[QueryGroups, ...]:
-    """All query tiles of a plan, in as few products as their shapes and the arena's allow."""
+    """All query tiles of a plan, in as few products as their shapes and that of `arena` [blocks, planes, 2, block_size,
+    C, d] allow."""
     block_size, num_kv_heads, head_dim = arena.shape[3:]
     key_tile, all_tiles = _key_tile(block_size), _Tiles.of(plan)
     most_key_tiles = _MOST_KEY_BYTES // (4 * key_tile * num_kv_heads * head_dim)

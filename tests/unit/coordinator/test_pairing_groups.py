@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from coordinator.registry import Joined, Refused, Registry
+from coordinator.render import waits_for
 from coordinator.snapshot import WorkerView
 from decode_worker.service import DecodePeering
 from loopline.engine.engine import Engine
@@ -55,7 +56,7 @@ def test_a_worker_that_differs_in_one_field_stays_apart(name: str, make: Any, ca
 
 def _waiting(registry: Registry) -> list[tuple[WorkerView, str]]:
     snapshot = registry.snapshot(0.0, {})
-    return [(view, snapshot.waits_for(view)) for view in snapshot.workers]
+    return [(view, waits_for(view, snapshot)) for view in snapshot.workers]
 
 
 def test_what_a_worker_waits_for_is_said_until_it_has_a_warm_link() -> None:
