@@ -16,7 +16,7 @@ import pytest
 from loopline.engine.local import LocalEngine
 from loopline.faults import STATES
 from tests.support.cluster import Cluster, wait_until
-from tests.support.faulty import RETURN_S, Case, Fault, answers_alone, ask, faulty, has_committed, is_ready
+from tests.support.faulty import RETURN_S, Case, Fault, answers_alone, ask, faulty, has_committed, is_ready, num_joins
 from tests.support.golden import MODELS, SMALL
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
@@ -150,8 +150,8 @@ class Scene:
             return
         wait_until(lambda: self._cluster.workers()[name].state == "lost", f"{name} is lost")
         psutil.Process(pid).resume()
-        wait_until(lambda: is_ready(self._cluster, name), f"{name} is back", RETURN_S)
-        assert self._cluster.workers()[name].pid == pid, f"{name} was killed before it could come back"
+        wait_until(lambda: num_joins(self._folder, name, pid) == 2, f"{name} joined again as process {pid}", RETURN_S)
+        wait_until(lambda: is_ready(self._cluster, name), f"{name} takes work", RETURN_S)  # or who came after its kill
 
 
 Answers = dict[Path, list[tuple[int, ...]]]

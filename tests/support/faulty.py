@@ -1,6 +1,7 @@
 """Clusters that go wrong on purpose: how to start one, what its logs say, and what its answers must be."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -63,3 +64,9 @@ def is_ready(cluster: Cluster, name: str, but_pid: int = 0) -> bool:
     """Whether the worker takes work, as a process other than `but_pid`."""
     worker = cluster.workers().get(name)
     return worker is not None and worker.state == "ready" and worker.pid != but_pid
+
+
+def num_joins(folder: Path, name: str, pid: int) -> int:
+    """How often this process has joined, by the log of the coordinator that was launched into `folder`."""
+    log = (folder / "run" / "coordinator.log").read_text(encoding="utf-8")
+    return len(re.findall(rf"worker {re.escape(name)} joined \(\w+, pid {pid}\)\n", log))
