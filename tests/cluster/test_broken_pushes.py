@@ -30,7 +30,7 @@ DELAYED = FIRST_FAILED + MAX_FRUITLESS_ATTEMPTS + 2
 """The third push of the first request after the failed ones."""
 BROKEN = DELAYED + 1 + NUM_CHUNKS + 3
 """The third push of the request after the next."""
-DELAY_S, RETURN_S, SOON_S = 4.0, 60.0, 15.0
+DELAY_S, RETURN_S, SOON_S = 6.0, 60.0, 15.0
 pytestmark = pytest.mark.timeout(240)
 
 

@@ -71,7 +71,7 @@ def test_small_faults_cost_no_token(tmp_path: Path, expected: list[tuple[int, ..
 def test_a_push_past_its_deadline_costs_no_token_and_lands_in_quarantine(
     tmp_path: Path, expected: list[tuple[int, ...]]
 ) -> None:
-    fault: Fault = {"worker": "prefill-0", "do": "delay_push", "at": 3, "seconds": 4.0}
+    fault: Fault = {"worker": "prefill-0", "do": "delay_push", "at": 3, "seconds": 6.0}
     with faulty(tmp_path, fault, checkpoint=SMALL, transfer={"push_timeout_s": 0.5}) as cluster:
         check_answers_with_quarantine(cluster, expected)
         check_committed(tmp_path, "prefill-0", "delay_push of push 3")

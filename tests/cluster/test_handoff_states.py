@@ -16,7 +16,18 @@ import pytest
 from loopline.engine.local import LocalEngine
 from loopline.faults import STATES
 from tests.support.cluster import Cluster, wait_until
-from tests.support.faulty import RETURN_S, Case, Fault, answers_alone, ask, faulty, has_committed, is_ready, num_joins
+from tests.support.faulty import (
+    RETURN_S,
+    Case,
+    Fault,
+    answers_alone,
+    ask,
+    faulty,
+    has_committed,
+    is_ready,
+    num_joins,
+    num_losses,
+)
 from tests.support.golden import MODELS, SMALL
 
 TEXT = (MODELS / "train_tiny.py").read_bytes()
@@ -26,15 +37,15 @@ CASES += [(tuple(TEXT[53 * n : 53 * n + 25 + 16 * n]), 4) for n in range(3)]
 PROBED = 1
 PROBE: Case = (CASES[PROBED][0], 2)
 """The request after a fault: the beginning of that case."""
-NEXT_S = 5.0
+NEXT_S = 15.0
 """In which it is served."""
 GROUPS: dict[str, dict[str, object]] = {
     "prefill": {"replicas": 2},
     "decode": {"replicas": 2, "num_blocks": 20},
-    "membership": {"lease_s": 1.5},
+    "membership": {"lease_s": 2.0},
 }
-"""Decode workers are so small that blocks which become free are soon handed out again. The lease is half of the
-default, for the time that this file takes: each stopped worker costs one."""
+"""Decode workers are so small that blocks which become free are soon handed out again. The lease is shorter
+than the default, for the time that this file takes: each stopped worker costs one."""
 TCP: dict[str, object] = {"ucx": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}}
 """Where workers go wrong while they push: so bytes are under way then, which on one host are copied by the post
 otherwise. The checkpoint with the larger blocks is for the same case."""
@@ -148,9 +159,11 @@ class Scene:
         if not wakes_up:
             wait_until(lambda: is_ready(self._cluster, name, but_pid=pid), f"{name} was started again", RETURN_S)
             return
-        wait_until(lambda: self._cluster.workers()[name].state == "lost", f"{name} is lost")
+        lives = num_joins(self._folder, name, pid)
+        wait_until(lambda: num_losses(self._folder, name) >= lives, f"{name} is lost")
         psutil.Process(pid).resume()
-        wait_until(lambda: num_joins(self._folder, name, pid) == 2, f"{name} joined again as process {pid}", RETURN_S)
+        again = f"{name} joined again as process {pid}"
+        wait_until(lambda: num_joins(self._folder, name, pid) > lives, again, RETURN_S)
         wait_until(lambda: is_ready(self._cluster, name), f"{name} takes work", RETURN_S)  # or who came after its kill
 
 

@@ -1,6 +1,7 @@
 """Workers that are killed, stopped or told to leave under running requests: every answer is the undisturbed one, and
 afterwards no block is held anywhere."""
 
+import contextlib
 import signal
 import threading
 import time
@@ -128,7 +129,8 @@ def test_a_stopped_worker_that_wakes_up_costs_no_token(
     try:
         wait_until(lambda: cluster.workers()[victim.name].state == "lost", "its lease runs out")
     finally:
-        process.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):  # the launcher may have been quicker
+            process.resume()
     assert [answer.token_ids for answer in load.answers()] == expected
     wait_until(lambda: is_another_life(cluster.workers()[victim.name], victim), "it joins again", RETURN_S)
     wait_whole(cluster)

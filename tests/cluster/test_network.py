@@ -27,7 +27,8 @@ CUT_S = 10.0
 RETURN_S = 60.0
 DEADLINE_S = 110.0
 Case = tuple[tuple[int, ...], int]  # prompt, max_tokens
-CASES: list[Case] = [(prompt_of(n, 40 + 24 * n), 120 + 16 * n) for n in range(6)]
+CASES: list[Case] = [(prompt_of(n, 40 + 24 * n), 300 + 8 * n) for n in range(6)]
+"""Answers that are far from their end when something happens to them."""
 Expected = dict[tuple[int, ...], tuple[int, ...]]
 LONG: Case = (prompt_of(7, 400), 40)
 pytestmark = [pytest.mark.timeout(300), pytest.mark.alone]
@@ -163,7 +164,8 @@ def test_requests_wait_for_the_only_decode_host(expected: Expected, tmp_path: Pa
         wait_until(lambda: cluster.workers()["decode-0"].state == "lost", "its lease runs out")
         late = Streams(cluster, CASES[4:])
         hold_until(cut_s + CUT_S)
-        assert cluster.client.status().running + cluster.client.status().queued == len(CASES)
+        status = cluster.client.status()
+        assert status.running + status.queued == len(CASES)
         cluster.net.restore("decode-0")
         check(streams.answers() + late.answers(), CASES, expected)
         returns(cluster, victim)
@@ -172,8 +174,9 @@ def test_requests_wait_for_the_only_decode_host(expected: Expected, tmp_path: Pa
 
 def test_a_handoff_survives_a_cut_prefill_host(expected: Expected, tmp_path: Path) -> None:
     """The cable is cut while pushes are on their way; what was lost on it is sent again by tcp when it is back."""
-    slow = {"prefill-0": Impairment(delay_s=0.1)}
+    slow = {"prefill-0": Impairment(delay_s=0.05)}
     with over_hosts(tmp_path, ["prefill", "decode"], slow, prefill=PREFILL, decode=DECODE) as cluster:
+        cluster.net.impair("prefill-0", Impairment(delay_s=0.3))  # so the handoff takes seconds
         before = cluster.net.received_bytes("decode-0")
         victim = cluster.workers()["prefill-0"]
         streams = Streams(cluster, [LONG])

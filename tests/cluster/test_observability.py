@@ -114,7 +114,6 @@ def test_one_request_is_counted_to_the_last_token_in_every_process(ouro: Cluster
     ouro.wait_idle()
     cached = 32
     all_prompts = total * len(prompt)
-    blocks = {name: worker.blocks for name, worker in ouro.workers().items()}
     wait_until(lambda: done(scrape_all(ouro), before) == (total, total), "the scrape shows both handoffs as done")
     after = scrape_all(ouro)
     assert set(after) == {"coordinator", "prefill-0", "decode-0"}
@@ -149,9 +148,14 @@ def test_one_request_is_counted_to_the_last_token_in_every_process(ouro: Cluster
     assert "loopline_pushed_bytes_total" not in after["decode-0"]
     for name in ("prefill-0", "decode-0"):
         states = {state: after[name][f'loopline_kv_blocks{{state="{state}"}}'] for state in STATES}
-        assert states == {state: getattr(blocks[name], state) for state in STATES}
-        assert sum(states.values()) == blocks[name].total
+        wait_until(lambda name=name, states=states: has_blocks(ouro, name, states), "a heartbeat says the same")
+        assert sum(states.values()) == ouro.workers()[name].blocks.total
         assert after[name]["loopline_num_requests_running"] == 0
+
+
+def has_blocks(cluster: Cluster, name: str, states: dict[str, float]) -> bool:
+    blocks = cluster.workers()[name].blocks
+    return states == {state: getattr(blocks, state) for state in STATES}
 
 
 def done(after: dict[str, Samples], before: dict[str, Samples]) -> tuple[float, float]:
@@ -210,9 +214,9 @@ def test_a_recovery_is_a_second_attempt_of_the_trace_and_the_new_worker_is_found
     ouro: Cluster, collector: Collector
 ) -> None:
     """The last test here: it ends a worker."""
-    trace_id, new = "1af7651916cd43dd8448eb211c80319d", 120
+    trace_id, new = "1af7651916cd43dd8448eb211c80319d", 400
     before, killed = scrape(metrics_url(ouro)), ouro.workers()["decode-0"]
-    sampling = loopline_pb2.SamplingParams(max_tokens=new, ignore_eos=True)
+    sampling = loopline_pb2.SamplingParams(max_tokens=new, ignore_eos=True, loops=1)
     request = loopline_pb2.GenerateRequest(token_ids=loopline_pb2.TokenIds(ids=[65, 66, 67]), sampling=sampling)
     with grpc.insecure_channel(ouro.address) as channel:
         stub: Any = loopline_pb2_grpc.LooplineStub(channel)  # type: ignore[no-untyped-call]

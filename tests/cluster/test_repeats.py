@@ -37,7 +37,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         if (role, message) != ("prefill", "Cancel")
     ]
     faults += [
-        {"worker": "prefill-0", "do": "delay_push", "at": 2, "seconds": 2.0},
+        {"worker": "prefill-0", "do": "delay_push", "at": 2, "seconds": 6.0},
         {"worker": "prefill-0", "do": "drop_message", "message": "Cancel"},
         {"worker": "prefill-0", "do": "repeat_message", "message": "Cancel", "at": 2, "times": ALWAYS},
     ]
@@ -93,9 +93,9 @@ def test_six_long_answers_share_the_room_of_two(cluster: Cluster, small_engine: 
 
 
 def test_who_leaves_before_it_was_given_any_room_holds_none(cluster: Cluster, small_engine: LocalEngine) -> None:
-    running = Stream(cluster, prompt_of(20, 20), 2 * NUM_TOKENS - 20)  # takes the whole arena
-    running.wait_token()
     with cluster.stopped("decode-0"):
+        running = Stream(cluster, prompt_of(20, 20), 2 * NUM_TOKENS - 20)  # is promised the whole arena
+        wait_until(lambda: cluster.client.status().running == 1, "one is placed")
         waiting = Stream(cluster, prompt_of(22, 20), 4)
         wait_until(lambda: cluster.client.status().queued == 1, "one waits")
         waiting.leave()

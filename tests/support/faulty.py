@@ -68,5 +68,13 @@ def is_ready(cluster: Cluster, name: str, but_pid: int = 0) -> bool:
 
 def num_joins(folder: Path, name: str, pid: int) -> int:
     """How often this process has joined, by the log of the coordinator that was launched into `folder`."""
-    log = (folder / "run" / "coordinator.log").read_text(encoding="utf-8")
-    return len(re.findall(rf"worker {re.escape(name)} joined \(\w+, pid {pid}\)\n", log))
+    return len(re.findall(rf"worker {re.escape(name)} joined \(\w+, pid {pid}\)\n", _coordinator_log(folder)))
+
+
+def num_losses(folder: Path, name: str) -> int:
+    """How many lives of a worker of this name were lost, by that log."""
+    return len(re.findall(rf"worker {re.escape(name)} is lost: ", _coordinator_log(folder)))
+
+
+def _coordinator_log(folder: Path) -> str:
+    return (folder / "run" / "coordinator.log").read_text(encoding="utf-8")

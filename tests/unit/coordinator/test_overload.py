@@ -82,7 +82,7 @@ def test_the_deadline_of_the_call_is_one_of_the_request() -> None:
         assert 0 < reserve.deadline_s < 5.0
         call.cancel()
         await cluster.until_idle()
-        call = cluster.stub.Generate(message(max_tokens=50), timeout=0.3)
+        call = cluster.stub.Generate(message(max_tokens=50), timeout=1.5)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass

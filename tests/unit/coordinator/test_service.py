@@ -233,7 +233,7 @@ def test_a_deadline_ends_it_in_the_queue_and_while_it_runs() -> None:
         code, details = await Answer(cluster, message(deadline_s=0.05)).status()
         assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "deadline passed; 0 tokens were delivered")
         _, decode = await cluster.pair(pause_at=2)
-        answer = Answer(cluster, message(max_tokens=50, deadline_s=0.5))
+        answer = Answer(cluster, message(max_tokens=50, deadline_s=2.0))
         code, details = await answer.status()
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED and len(answer.ids) == 2 and "2 tokens" in details
         await until(lambda: bool(decode.heard_of(Cancel)), "Cancel")
@@ -276,7 +276,7 @@ def test_a_silent_worker_loses_its_lease_and_what_it_says_later_is_counted() -> 
         await again.send(heartbeat(), epoch=12345)
         await until(lambda: cluster.dispatcher.ignored[Cause.STALE] >= 1, "counted")
 
-    run(script, lease_s=0.4)
+    run(script, lease_s=1.5)
 
 
 def test_a_reaped_process_is_told_as_proof(caplog: pytest.LogCaptureFixture) -> None:
