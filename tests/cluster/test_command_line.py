@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,10 +161,12 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     with subprocess.Popen([*generate, "--ignore-eos"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None
         running.stdout.read(1)
+        start_s = time.monotonic()
         cluster.process.send_signal(signal.SIGTERM)
         assert cluster.process.stderr is not None
         assert any("again ends them at once" in line for line in cluster.process.stderr)  # it drains
         status, _ = _stop(cluster)
+        assert time.monotonic() - start_s < 5
         running.kill()  # it waits a while for the coordinator to come back
     assert status == 130
 

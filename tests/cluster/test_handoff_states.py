@@ -37,15 +37,15 @@ CASES += [(tuple(TEXT[53 * n : 53 * n + 25 + 16 * n]), 4) for n in range(3)]
 PROBED = 1
 PROBE: Case = (CASES[PROBED][0], 2)
 """The request after a fault: the beginning of that case."""
-NEXT_S = 15.0
+NEXT_S = 5.0
 """In which it is served."""
 GROUPS: dict[str, dict[str, object]] = {
     "prefill": {"replicas": 2},
     "decode": {"replicas": 2, "num_blocks": 20},
-    "membership": {"lease_s": 2.0},
+    "membership": {"lease_s": 1.5},
 }
-"""Decode workers are so small that blocks which become free are soon handed out again. The lease is shorter
-than the default, for the time that this file takes: each stopped worker costs one."""
+"""Decode workers are so small that blocks which become free are soon handed out again. The lease is half of the
+default, for the time that this file takes: each stopped worker costs one."""
 TCP: dict[str, object] = {"ucx": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}}
 """Where workers go wrong while they push: so bytes are under way then, which on one host are copied by the post
 otherwise. The checkpoint with the larger blocks is for the same case."""

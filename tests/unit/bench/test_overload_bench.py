@@ -33,16 +33,7 @@ MODEL = Path(__file__).parents[3] / "configs" / "models" / "tiny-ouro"
 @pytest.fixture(scope="module")
 def report() -> Any:
     bench = OverloadBench(
-        model=MODEL,
-        seconds=2.0,
-        times=(1.0, 20.0),
-        queue=2,
-        slots=2,
-        step_s=0.02,
-        max_tokens=4,
-        readers=2,
-        pause_s=1.0,
-        deadline_s=60.0,
+        model=MODEL, seconds=2.0, times=(1.0, 20.0), queue=2, slots=2, step_s=0.02, max_tokens=4, readers=2, pause_s=1.0
     )
     said: list[str] = []
     report = asyncio.run(measure(bench, "a command", said.append))
@@ -63,7 +54,7 @@ def test_what_is_let_in_is_finished_and_the_rest_is_refused(report: Any) -> None
 def test_every_reader_has_all_its_tokens(report: Any) -> None:
     readers = report["readers"]
     assert readers["all_read_ms"]["p50"] > 0 and readers["one_stops_ms"]["p50"] > 0
-    assert 0 < readers["tokens_after_the_pause"][0] < 50  # of 50
+    assert 40 <= readers["tokens_after_the_pause"][0] < 50  # of 50
 
 
 def test_it_is_shown(report: Any, capsys: pytest.CaptureFixture[str]) -> None:
